@@ -54,6 +54,37 @@ INSIDE = {
   ROOT %n = {SMALL} negate(%f)
 }}
 """,
+    # XLA writes a product like this: the weight enters through a fusion that only renames it.
+    "renamed": f"""%deeper (d: f32[64,128]) -> f32[64,128] {{
+  %d = {BIG} parameter(0)
+  ROOT %e = {BIG} bitcast(%d)
+}}
+
+%inside (p: f32[8,64], q: f32[64,128]) -> f32[8,128] {{
+  %p = f32[8,64]{{1,0:T(8,128)S(1)}} parameter(0)
+  %q = {BIG} parameter(1)
+  %f = {BIG} fusion(%q), kind=kLoop, calls=%deeper
+  ROOT %c = {SMALL} convolution(%p, %f), dim_labels=bf_io->bf
+}}
+""",
+    "copy": f"""%deeper (d: f32[64,128]) -> f32[64,128] {{
+  %d = {BIG} parameter(0)
+  ROOT %e = {BIG} copy(%d)
+}}
+
+%inside (p: f32[64,128]) -> f32[64,128] {{
+  %p = {BIG} parameter(0)
+  ROOT %f = {BIG} fusion(%p), kind=kLoop, calls=%deeper
+}}
+""",
+    "fill": f"""%inside (p: f32[8,128], i: s32[8]) -> f32[64,128] {{
+  %p = {SMALL} parameter(0)
+  %i = s32[8]{{0:T(1024)S(1)}} parameter(1)
+  %zero = f32[] constant(0)
+  %b = {BIG} broadcast(%zero), dimensions={{}}
+  ROOT %s = {BIG} scatter(%b, %i, %p), update_window_dims={{1}}, to_apply=%add
+}}
+""",
 }
 FUSED = "kind=kLoop, calls=%inside"
 VMEM_BIG = BIG.replace("(8,128)}", "(8,128)S(1)}")
@@ -77,6 +108,9 @@ VMEM_BIG = BIG.replace("(8,128)}", "(8,128)S(1)}")
         ("slice", f"%x = {SMALL} fusion(%a, %i), {FUSED}", 2 * ROW),
         ("update", f"%x = {BIG} fusion(%a, %c, %i), {FUSED}", 2 * ROW),
         ("nested", f"%x = {SMALL} fusion(%a, %i), {FUSED}", 2 * ROW),
+        ("renamed", f"%x = {SMALL} fusion(%v, %a), {FUSED}", ALL + ROW),
+        ("copy", f"%x = {BIG} fusion(%a), {FUSED}", 2 * ALL),
+        ("fill", f"%x = {BIG} fusion(%c, %i), {FUSED}", ALL + ROW),
     ],
 )
 def test_only_the_bytes_that_move_count(inside, line, num_bytes):
@@ -85,6 +119,7 @@ def test_only_the_bytes_that_move_count(inside, line, num_bytes):
         f"%b = {VMEM_BIG} parameter(1)",
         f"%c = {SMALL} parameter(2)",
         "%i = s32[]{:S(6)} parameter(3)",
+        "%v = f32[8,64]{1,0:T(8,128)S(1)} parameter(4)",
         line,
         computations=INSIDE.get(inside, ""),
     )

@@ -24,8 +24,9 @@ _MOVES = frozenset(
     "dynamic-slice slice gather dynamic-update-slice copy-start slice-start dynamic-slice-start"
     " dynamic-update-slice-start".split()
 )
-# Opcodes whose result has the elements of their operand.
-_PASS_ON = ("bitcast", "reshape", "copy", "convert")
+# Opcodes whose result has the elements of their operand: in other memory, or under another name.
+_COPIES = ("copy", "convert")
+_PASS_ON = (*_COPIES, "bitcast", "reshape")
 _ALLOCATES = '="AllocateBuffer"'
 
 
@@ -83,11 +84,13 @@ def _is_in_hbm(array: shapes.Array) -> bool:
 
 def _fusion_bytes(module: Module, fusion: Instruction) -> float:
     callee = module.contents_of(fusion)
-    total = 0.0
+    scope = _Scope(module, callee)
     operands = module.operands_of(fusion)
-    for number, parameter in callee.parameters.items():
-        if all(_is_in_hbm(array) for array in operands[number].arrays):
-            total += _count_read_bytes(module, callee, parameter)
+    total = sum(
+        _count_read_bytes(scope, parameter)
+        for number, parameter in callee.parameters.items()
+        if all(_is_in_hbm(array) for array in operands[number].arrays)
+    )
     root = callee.root
     results = [root]
     if root.opcode == "tuple":
@@ -95,48 +98,101 @@ def _fusion_bytes(module: Module, fusion: Instruction) -> float:
     # A result that is a tuple has several arrays; the shape of the fusion lists them all.
     for result, array in zip(results, fusion.arrays, strict=False):
         if _is_in_hbm(array):
-            total += _count_written_bytes(module, callee, result, array)
+            total += _count_written_bytes(scope, result, array)
     return total
 
 
-def _count_read_bytes(module: Module, computation: Computation, value: Instruction) -> float:
-    """Returns the bytes that a fusion reads of a value in HBM: all of it, or only slices."""
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """The contents of a fusion, and the fusion around it whose contents `fusion` belongs to."""
+
+    module: Module
+    contents: Computation
+    fusion: Instruction | None = None
+    around: "_Scope | None" = None
+
+    def inside(self, fusion: Instruction) -> "_Scope":
+        return _Scope(self.module, self.module.contents_of(fusion), fusion, self)
+
+
+def _count_read_bytes(scope: _Scope, value: Instruction, *, is_copied: bool = False) -> float:
+    """Returns the bytes that a fusion reads of a value in HBM: all of it, or only slices.
+
+    Args:
+        scope: Contents of the fusion.
+        value: Parameter of the fusion, or the same data under another name.
+        is_copied: Whether the data was copied or converted on the way from the parameter.
+    """
     full, total = sum(array.padded_bytes for array in value.arrays), 0.0
-    for user in computation.users.get(value.name, ()):
+    for user in scope.contents.users.get(value.name, ()):
         opcode, first = user.opcode, user.operands[0] == value.name
         if opcode in _SLICES and first:
             total += user.arrays[0].padded_bytes
         elif opcode in _PASS_ON:
-            total += _count_read_bytes(module, computation, user)
+            is_copy = is_copied or opcode in _COPIES
+            total += _count_read_bytes(scope, user, is_copied=is_copy)
         elif opcode == "fusion":
-            inner = module.contents_of(user)
+            inner = scope.inside(user)
             numbers = [n for n, name in enumerate(user.operands) if name == value.name]
-            total += sum(_count_read_bytes(module, inner, inner.parameters[n]) for n in numbers)
+            total += sum(
+                _count_read_bytes(inner, inner.contents.parameters[n], is_copied=is_copied)
+                for n in numbers
+            )
+        elif opcode == "tuple" and is_copied:
+            return full
         elif (opcode in _UPDATES and first) or opcode in (*collective_ops.KINDS, "tuple"):
             continue  # updated in place, sent by the network's own engine, or only a name
         elif opcode == "custom-call" and "AsyncCollective" in user.attributes:
             continue
         else:
             return full  # one user reads all of it, and the other users share that read
+    if value.is_root:
+        # The result of an inner fusion, such as a bitcast of a weight, is read where the fusion is.
+        if scope.around is not None and scope.fusion is not None:
+            total += _count_read_bytes(scope.around, scope.fusion, is_copied=is_copied)
+        elif is_copied:
+            return full
     return min(full, total)
 
 
-def _count_written_bytes(
-    module: Module, computation: Computation, value: Instruction, array: shapes.Array
-) -> float:
+def _count_written_bytes(scope: _Scope, value: Instruction, array: shapes.Array) -> float:
     """Returns the bytes that a fusion writes of a result in HBM: all of it, or only a slice."""
+    instructions, is_copied = scope.contents.instructions, False
     while value.opcode in _PASS_ON:
-        value = computation.instructions[value.operands[0]]
-    if value.opcode == "dynamic-update-slice":
-        return computation.instructions[value.operands[1]].arrays[0].padded_bytes
-    if value.opcode == "scatter":  # reads the old numbers, adds, and writes
-        return 2 * computation.instructions[value.operands[-1]].arrays[0].padded_bytes
+        is_copied |= value.opcode in _COPIES
+        value = instructions[value.operands[0]]
+    if value.opcode in _UPDATES and _is_parameter(scope, instructions[value.operands[0]]):
+        if value.opcode == "dynamic-update-slice":
+            return instructions[value.operands[1]].arrays[0].padded_bytes
+        # Reads the old numbers, adds, and writes.
+        return 2 * instructions[value.operands[-1]].arrays[0].padded_bytes
     if value.opcode == "fusion":
-        inner = module.contents_of(value)
-        if inner.root.opcode != "tuple":
-            return _count_written_bytes(module, inner, inner.root, array)
+        inner = scope.inside(value)
+        if inner.contents.root.opcode != "tuple":
+            return _count_written_bytes(inner, inner.contents.root, array)
     if value.opcode in ("parameter", *collective_ops.KINDS):
-        return 0.0
+        # Of an inner fusion, the parameter is a value of the fusion around it.
+        if value.opcode == "parameter" and scope.around is not None and scope.fusion is not None:
+            outside = scope.around.contents.instructions
+            operand = outside[scope.fusion.operands[int(value.arguments)]]
+            return max(
+                _count_written_bytes(scope.around, operand, array),
+                array.padded_bytes if is_copied else 0.0,
+            )
+        return array.padded_bytes if is_copied else 0.0
     if value.opcode == "custom-call" and "AsyncCollective" in value.attributes:
         return 0.0
     return array.padded_bytes
+
+
+def _is_parameter(scope: _Scope, value: Instruction) -> bool:
+    """Returns whether a value is memory from outside of a fusion, which it can update in place."""
+    while value.opcode in (*_PASS_ON, *_UPDATES):
+        value = scope.contents.instructions[value.operands[0]]
+    if value.opcode == "fusion":
+        inner = scope.inside(value)
+        return _is_parameter(inner, inner.contents.root)
+    if value.opcode != "parameter" or scope.around is None or scope.fusion is None:
+        return value.opcode == "parameter"
+    outside = scope.around.contents.instructions
+    return _is_parameter(scope.around, outside[scope.fusion.operands[int(value.arguments)]])
