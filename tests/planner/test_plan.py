@@ -505,6 +505,15 @@ def _layers(remat, policy=None):
     return jax.grad(loss), jnp.ones((6, 8, 16)), jnp.ones((2, 8))
 
 
+def _strided_gradients(x, k):
+    """The gradients of a strided convolution are convolutions of arrays with holes."""
+    return jax.grad(lambda x, k: jax.lax.conv(x, k, (2, 2), "VALID").sum(), (0, 1))(x, k)
+
+
+def _grouped(x, w, sizes):
+    return jax.grad(lambda x, w: (jax.lax.ragged_dot(x, w, sizes) ** 2).sum(), (0, 1))(x, w)
+
+
 @pytest.mark.parametrize(
     ("fn", "args", "flops"),
     [
@@ -517,8 +526,10 @@ def _layers(remat, policy=None):
         (
             lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME"),
             (jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 3, 3))),
-            2 * (2 * 5 * 8 * 8) * (3 * 3 * 3),
+            2 * (2 * 5 * 3) * (8 + 2 * 7) ** 2,  # the padding is not multiplied
         ),
+        (_strided_gradients, (jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 2, 2))), 3 * 2 * 30 * 8**2),
+        (_grouped, (jnp.ones((6, 4)), jnp.ones((3, 4, 5)), jnp.ones(3, int)), 3 * 2 * 6 * 4 * 5),
     ],
 )
 def test_model_flops_count_matrix_multiplications(fn, args, flops):
@@ -897,14 +908,14 @@ def test_a_strategy_moved_to_a_different_slice_adds_a_note(tpu_cache):
 
 @pytest.mark.libtpu
 def test_operations_of_unknown_cost_add_notes(tpu_cache):
-    """Covers a loop of unknown length and a kernel without a cost estimate."""
+    """Covers a loop of unknown length and a kernel whose grid is known only when it runs."""
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
     def kernel(x, out):
         out[...] = x[...] * 2
 
     def step(x):
-        once = pallas.pallas_call(kernel, out_shape=x)(x)
+        once = pallas.pallas_call(kernel, out_shape=x, grid=(x[0, 0].astype(int),))(x)
         return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x) + once, once)
 
     strategy = tpudist.OneDeviceStrategy()
@@ -914,6 +925,12 @@ def test_operations_of_unknown_cost_add_notes(tpu_cache):
     assert "number of operations of these kernels is unknown" in kernels
     assert plan.time.unknown_trip_counts[0] in loops
     assert plan.time.unknown_kernels[0] in kernels
+    guessed = {guess.what for guess in plan.time.guessed}
+    assert guessed == {
+        "custom kernel, by its bytes",
+        "one iteration of a loop of unknown length",
+    }
+    assert 0 < plan.time.guessed_s <= plan.time.step_s
 
 
 @pytest.mark.libtpu

@@ -1,7 +1,8 @@
 """Model FLOPs of a step: the work of its matrix multiplications, as the program was written.
 
 The count reads the jaxpr, before any compiler: multiplications and additions of `dot_general` and
-convolutions in the forward and the backward pass, with loops by their lengths.
+convolutions in the forward and the backward pass, with loops by their lengths. Zeros of padding and
+of dilated gradients are not operations.
 
 Not counted: operations that `jax.checkpoint` computes again (JAX names them
 "rematted_computation"), so that rematerialization does not look like more work; and products that
@@ -18,9 +19,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from tpudist.programs import jaxprs
+from tpudist.xla.estimate.flops import valid_positions
 from tpudist.xla.hardware import chips
 
 # Parts of `jax.named_scope`s whose products do not count: JAX's name of rematerialization, and the
@@ -135,11 +136,33 @@ def _dot(eqn: Any) -> float:
 
 
 def _convolution(eqn: Any) -> float:
-    # Each output adds up products over the window and the input features of its group.
-    # `rhs_spec` is (output features, input features, *window).
-    numbers, kernel = eqn.params["dimension_numbers"], eqn.invars[1].aval.shape
-    window = math.prod(np.take(kernel, numbers.rhs_spec[1:]).tolist())
-    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * window
+    # Each output adds up products over the window and the input features of its group. Positions in
+    # the padding, and in the holes of a dilated array, are not products: the gradient of a strided
+    # convolution is one with holes. The specs are (batch or features, features, *window).
+    numbers = eqn.params["dimension_numbers"]
+    left, kernel = (eqn.invars[i].aval.shape for i in (0, 1))
+    out = eqn.outvars[0].aval.shape
+    valid = 1
+    for dim, (stride, padding, left_dilation, right_dilation) in enumerate(
+        zip(
+            eqn.params["window_strides"],
+            eqn.params["padding"],
+            eqn.params["lhs_dilation"],
+            eqn.params["rhs_dilation"],
+            strict=True,
+        )
+    ):
+        valid *= valid_positions(
+            left[numbers.lhs_spec[2 + dim]],
+            kernel[numbers.rhs_spec[2 + dim]],
+            out[numbers.out_spec[2 + dim]],
+            stride=stride,
+            padding=padding[0],
+            lhs_dilate=left_dilation,
+            rhs_dilate=right_dilation,
+        )
+    batch, features = (out[dim] for dim in numbers.out_spec[:2])
+    return 2.0 * batch * features * kernel[numbers.rhs_spec[1]] * valid
 
 
 def _group_dot(eqn: Any) -> float:

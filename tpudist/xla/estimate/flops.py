@@ -77,7 +77,7 @@ def _convolution(attributes: str, lhs: Shape, rhs: Shape, out: Shape) -> float:
     valid = 1
     for label in spatial:
         dim = int(label)
-        valid *= _valid_positions(
+        valid *= valid_positions(
             lhs[labels[1].index(label)],
             rhs[labels[2].index(label)],
             out[labels[3].index(label)],
@@ -102,10 +102,20 @@ def _padding(window: dict[str, str], dim: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _valid_positions(
+def valid_positions(
     lhs: int, kernel: int, out: int, *, stride: int, padding: int, lhs_dilate: int, rhs_dilate: int
 ) -> int:
-    """Counts the pairs of an output and a kernel position that hit an element of the array."""
+    """Counts the pairs of an output and a kernel position that hit an element of the array.
+
+    Args:
+        lhs: Size of the array along one dim.
+        kernel: Size of the window.
+        out: Size of the result.
+        stride: Distance of two positions of the window.
+        padding: Padding before the first element, which may be negative.
+        lhs_dilate: Distance of two elements; between them are holes.
+        rhs_dilate: Distance of two elements of the window.
+    """
     # Without padding, every position is inside.
     if padding == 0 and lhs_dilate == 1 and (out - 1) * stride + (kernel - 1) * rhs_dilate < lhs:
         return out * kernel
