@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from tpudist.display.text_tables import Column, TextTable
@@ -30,7 +30,7 @@ from tpudist.planner.show.report_parts import (
     Part,
 )
 from tpudist.xla.estimate.refusal import Refusal
-from tpudist.xla.hlo.buffers import Buffer
+from tpudist.xla.hlo.buffers import Buffer, merge_lines
 
 if TYPE_CHECKING:
     from tpudist.planner.plan_figures import PlanFigures
@@ -107,7 +107,7 @@ def _explain_refusal(plan: PlanFigures, refusal: Refusal) -> Iterable[Bars | Tex
         yield Bars(title, sum(part.amount for part in parts), parts, lines)
     else:
         yield Lines("The compiler refuses", (refusal.text.strip(),))
-    yield from _largest("Largest buffers", refusal.largest, refusal.needed_bytes)
+    yield from _largest("Largest buffers", merge_lines(refusal.largest), refusal.needed_bytes)
     yield Lines("What to try", suggest_changes(plan))
 
 
@@ -116,7 +116,7 @@ def _part(name: str, num_bytes: int, capacity: int | None, color: str) -> Part:
     return Part(name, num_bytes, format_bytes(num_bytes), share, color)
 
 
-def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable[TextTable]:
+def _largest(title: str, buffers: Sequence[Buffer], of_bytes: int) -> Iterable[TextTable]:
     shown = [b for b in buffers[:NUM_ROWS] if b.num_bytes > _MIN_SHARE * of_bytes]
     if not shown:
         return
@@ -131,7 +131,7 @@ def _largest(title: str, buffers: tuple[Buffer, ...], of_bytes: int) -> Iterable
         (
             format_bytes(buffer.num_bytes),
             format_bytes(buffer.padding_bytes) if buffer.padding_bytes else "",
-            format_shape(buffer.shape),
+            format_shape(buffer.shape) + (f" x {buffer.count}" if buffer.count > 1 else ""),
             format_op(buffer.op_name) or buffer.name,
             buffer.source or "",
         )

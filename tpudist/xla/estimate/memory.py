@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from tpudist.array_types import Shape
 from tpudist.xla.hardware.chips import Chip
 from tpudist.xla.hlo import liveness, shapes
-from tpudist.xla.hlo.buffers import Buffer
+from tpudist.xla.hlo.buffers import Buffer, merge_lines
 from tpudist.xla.hlo.compiled_program import CompiledProgram
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.mesh import REPLICA_AXIS
@@ -70,7 +70,8 @@ class MemoryReport:
         categories: Bytes of the peak by category; they add up to `peak_bytes`. Donated memory
             counts as arguments and not as outputs.
         host_bytes: Memory of the host that the program uses (offloaded values).
-        largest: Largest temporaries at the peak, largest first; empty if the compiler reports none.
+        largest: Largest temporaries at the peak, one per source line, largest first; empty if the
+            compiler reports none.
         replicated_share: Bytes of the parameters that are fully replicated within a replica, as a
             share (0 to 1) of the bytes of all parameters; 0 for replicas of one device.
         replicated: Names of these parameters, largest first.
@@ -141,7 +142,7 @@ def report(
         + stats.host_output_bytes
         - stats.host_alias_bytes
         + stats.host_temp_bytes,
-        largest=tuple(largest[:_NUM_LARGEST]),
+        largest=tuple(merge_lines(largest)[:_NUM_LARGEST]),
         replicated_share=share,
         replicated=replicated,
         not_donated=tuple(x.name for i, x in enumerate(inputs) if x.donated and i not in reused),
