@@ -24,14 +24,23 @@ from tpudist.programs import jaxprs
 from tpudist.run.step_cache import Replicator
 from tpudist.xla.compiler.visible_devices import show_devices
 from tpudist.xla.devices import slice_index
-from tpudist.xla.estimate import collective_traffic, memory, refusal, step_time, timeline
+from tpudist.xla.estimate import (
+    collective_traffic,
+    loop_copies,
+    memory,
+    refusal,
+    step_time,
+    timeline,
+)
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 from tpudist.xla.estimate.memory import InputLeaf, MemoryReport
+from tpudist.xla.estimate.sizes import format_bytes
 from tpudist.xla.estimate.step_time import TimeEstimate
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
 
 _MAX_NAMES = 3  # of loops and kernels in a note
+_MIN_SHARE_OF_COPIES = 0.02  # of a step, that are worth a note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,8 +321,24 @@ def _read_figures(
         memory.report(answer.program, module, inputs, chip, mesh),
         time,
         tuple(collective_traffic.uses(simulated)),
-        tuple(_notes_on_unknowns(module, time)),
+        (*_notes_on_unknowns(module, time), *_notes_on_copies(module, simulated, time)),
     )
+
+
+def _notes_on_copies(
+    module: hlo_module.Module, simulated: timeline.Timeline, time: TimeEstimate | None
+) -> list[str]:
+    """Returns advice on loops that copy values which they only update."""
+    if time is None:
+        return []
+    return [
+        f"A loop copies {format_bytes(copy.num_bytes)} per step of a value that it only updates"
+        f"{f' ({copy.source})' if copy.source else ''}: {copy.seconds / time.step_s:.0%} of the "
+        "step. Keep the whole value in the carry of the loop and update it there, as "
+        "cache.at[layer, ...].set(new), instead of taking parts as inputs and outputs of the scan."
+        for copy in loop_copies.find(module, simulated)
+        if copy.seconds > _MIN_SHARE_OF_COPIES * time.step_s
+    ]
 
 
 def _notes_on_rates(request: PlanRequest) -> list[str]:

@@ -23,6 +23,7 @@ from tpudist.planner.show import advice, chart, formats, html, memory_text, prog
 from tpudist.planner.show.plan_text import describe_plan
 from tpudist.planner.show.terminal import TerminalReport
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
+from tpudist.xla.estimate.guesses import Guess
 from tpudist.xla.estimate.refusal import Refusal
 
 SCRIPT = "<script>alert('x')</script>"
@@ -140,12 +141,33 @@ def test_equal_collectives_are_merged_and_sorted_by_waiting_time():
     assert merged[1].seconds == pytest.approx(0.36)
 
 
-def test_operations_of_one_source_line_are_one_row():
+def test_guessed_parts_have_their_seconds_and_conditionals_their_branches():
+    time = dataclasses.replace(
+        plans.fitting().time,
+        guessed=(
+            Guess("conditional", 1.5, "/a/model.py:3", (0.5, 2.0)),
+            Guess("sort", 0.7, "/a/model.py:7"),
+            Guess("gather", 1e-9, None),
+        ),
+    )
+    text = shown(plans.fitting(time=time))
+    assert "branch 0 takes 500 ms (weight 0), branch 1 takes 2.00 s (weight 1)" in text
+    assert "sort (model.py:7): 700 ms" in text
+    assert "gather" not in text.partition("Guessed")[2].partition("Communication")[0]
+
+
+def test_rounding_noise_is_not_shown():
     time = plans.fitting().time
-    twice = dataclasses.replace(time, top=(*time.top, time.top[1], time.top[1]))
-    text = shown(plans.fitting(time=twice))
-    assert "3.30 s    32%  kernel" in text
-    assert text.index("pallas_call") < text.index("dot_general, recomputed")
+    noise = dataclasses.replace(time.top[0], seconds=1e-12, op_name="noise")
+    text = shown(
+        plans.fitting(
+            time=dataclasses.replace(
+                time, top=(*time.top, noise), ici_s=1.3, exposed_ici_s=1.3 - 1e-9
+            )
+        )
+    )
+    assert "noise" not in text
+    assert "computation hides 0 s of it" in text
 
 
 def test_merging_collectives_preserves_totals():
@@ -324,7 +346,9 @@ def test_a_step_without_any_time_is_shown_and_drawn(tmp_path):
     """The step does no work; matplotlib would warn of an axis of length 0."""
     time = plans.fitting().time
     nothing = {
-        field.name: 0.0 for field in dataclasses.fields(time) if field.name not in ("top", "causes")
+        field.name: 0.0
+        for field in dataclasses.fields(time)
+        if field.name not in ("top", "causes", "guessed")
     }
     for top in ((), (dataclasses.replace(time.top[0], seconds=0.0),)):
         plan = plans.fitting(time=dataclasses.replace(time, **nothing, top=top), collectives=())

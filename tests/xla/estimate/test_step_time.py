@@ -260,6 +260,10 @@ backend_config={"estimated_cycles":"CYCLES"}
     )
     estimate = _estimate(module, _one("v5e"), V5E)
     assert [op.name for op in estimate.top] == ["n.dear"]
+    (guess,) = estimate.guessed
+    assert (guess.what, guess.branches[1]) == ("conditional", estimate.step_s)
+    assert guess.seconds == pytest.approx(estimate.step_s - guess.branches[0])
+    assert estimate.low_s < guess.branches[0] * 2
     assert estimate.step_s == pytest.approx(9e6 / instruction_time.Rates.of(V5E).other_cycles_per_s)
     assert [run.instruction.name for run in module.executions()][-1] == "n.dear"
 
@@ -323,3 +327,21 @@ def test_a_kernel_of_unknown_cost_is_reported():
     assert estimate.kernels_s == pytest.approx(
         2**24 / instruction_time.Rates.of(V5E).hbm_bytes_per_s
     )
+
+
+def test_instructions_of_one_line_are_one_operation():
+    """30 layers of an unrolled model would otherwise fill the list of the longest operations."""
+    line = 'metadata={op_name="jit(f)/mul" source_file="/a/model.py" source_line=LINE}'
+    module = hlo_programs.program(
+        f"%a = {BIG} parameter(0)",
+        *(
+            f"%n.{i} = {BIG} negate(%a), {line.replace('LINE', str(7 if i < 30 else i))}"
+            for i in range(33)
+        ),
+    )
+    top = _estimate(module, _one("v5e"), V5E).top
+    assert [op.source for op in top] == ["/a/model.py:7"] + [
+        f"/a/model.py:{i}" for i in (30, 31, 32)
+    ]
+    assert top[0].seconds == pytest.approx(30 * top[1].seconds)
+    assert sum(op.share for op in top) == pytest.approx(1)

@@ -25,9 +25,11 @@ from tpudist.planner.show.report_parts import (
     PURPLE,
     TEAL,
     Bars,
+    Lines,
     Part,
 )
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
+from tpudist.xla.estimate.guesses import Guess
 from tpudist.xla.estimate.step_time import TimeEstimate
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def format_step(spent: TimeEstimate) -> str:
     return text
 
 
-def time_sections(plan: PlanFigures) -> Iterable[Bars | TextTable]:
+def time_sections(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
     """Yields the parts of the time of a step and its longest operations, if they are estimated."""
     spent = plan.time
     if spent is None:
@@ -80,7 +82,9 @@ def time_sections(plan: PlanFigures) -> Iterable[Bars | TextTable]:
         ends = (spent.low_s, spent.high_s)
     notes = tuple(_notes_on_time(plan, spent))
     yield Bars("Time of a step: an estimate", spent.step_s, parts, notes, error_bar=ends)
-    if spent.top:
+    # `top` has one entry per kind and source line.
+    longest = [op for op in spent.top if op.seconds > _MIN_SHARE * spent.step_s]
+    if longest:
         columns = (
             Column("time", is_number=True),
             Column("share", is_number=True),
@@ -89,19 +93,32 @@ def time_sections(plan: PlanFigures) -> Iterable[Bars | TextTable]:
             Column("line", is_source=True),
         )
         rows = tuple(
-            (format_seconds(seconds), format_share(seconds / (spent.step_s or 1.0)), *op)
-            for op, seconds in _merge_ops(spent)[:NUM_ROWS]
+            (
+                format_seconds(op.seconds),
+                format_share(op.seconds / (spent.step_s or 1.0)),
+                op.kind,
+                format_op(op.op_name) or op.name,
+                op.source or "",
+            )
+            for op in longest[:NUM_ROWS]
         )
         yield TextTable(columns, rows, "What takes longest")
+    guessed = [guess for guess in spent.guessed if guess.seconds > _MIN_SHARE * spent.step_s]
+    if guessed:
+        yield Lines("Guessed", tuple(map(_format_guess, guessed[:NUM_ROWS])))
 
 
-def _merge_ops(spent: TimeEstimate) -> list[tuple[tuple[str, str, str], float]]:
-    """Returns (kind, operation, line), each once, with its seconds; the longest first."""
-    seconds: dict[tuple[str, str, str], float] = {}
-    for op in spent.top:
-        key = (op.kind, format_op(op.op_name) or op.name, op.source or "")
-        seconds[key] = seconds.get(key, 0.0) + op.seconds
-    return sorted(seconds.items(), key=lambda pair: -pair[1])
+def _format_guess(guess: Guess) -> str:
+    place = f" ({guess.source.rpartition('/')[2]})" if guess.source else ""
+    if not guess.branches:
+        return f"{guess.what}{place}: {format_seconds(guess.seconds)}"
+    # Only a run shows which branch it takes. So the slowest has the weight 1, and the others 0.
+    slowest = guess.branches.index(max(guess.branches))
+    branches = ", ".join(
+        f"branch {number} takes {format_seconds(seconds)} (weight {int(number == slowest)})"
+        for number, seconds in enumerate(guess.branches)
+    )
+    return f"{guess.what}{place}: {branches}"
 
 
 def _notes_on_time(plan: PlanFigures, spent: TimeEstimate) -> Iterable[str]:
@@ -111,7 +128,9 @@ def _notes_on_time(plan: PlanFigures, spent: TimeEstimate) -> Iterable[str]:
         ("The way to the host's memory", spent.host_s, spent.exposed_host_s),
     ):
         if whole > 0:
-            hidden = max(0.0, whole - exposed)
+            hidden = whole - exposed
+            if hidden < _MIN_SHARE * whole:  # the rounding error of a difference
+                hidden = 0.0
             yield (
                 f"{network} is busy for {format_seconds(whole)}; computation hides "
                 f"{format_seconds(hidden)} of it."

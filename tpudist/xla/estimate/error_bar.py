@@ -53,7 +53,7 @@ PRODUCTS, CONVOLUTIONS, OTHERS = "matrix products", "convolutions", "other instr
 MEMORY, START_UP, ICI = "memory bandwidth", "start-up of transfers", "ICI bandwidth"
 ALL_TO_ALL, DCN, DCN_SUMS = "all-to-all", "DCN bandwidth", "sums over DCN"
 HOST, GUESSED, OVERLAP = "host bandwidth", "guessed instructions", "overlap"
-SLICES = "the slowest slice"
+SLICES, BRANCHES = "the slowest slice", "branches of conditionals"
 _ATTENTION = "attention kernel"
 
 RANGES: Mapping[str, tuple[float, float]] = {
@@ -110,15 +110,6 @@ def slowdown_of_slices(num_slices: int) -> float:
     return SLICE_SLOWDOWN * math.log(num_slices)
 
 
-def sum_guesses(module: Module, simulated: timeline.Timeline) -> float:
-    """Returns the seconds per step of computations that no rule prices."""
-    return sum(
-        event.count * timeline.compute_seconds(event)
-        for event in simulated.events
-        if event.price and _is_guessed(module, event.instruction)
-    )
-
-
 def estimate(
     module: Module, chip: Chip, simulated: timeline.Timeline, memory_bound_s: float, floor_s: float
 ) -> ErrorBar:
@@ -133,7 +124,7 @@ def estimate(
     """
     spread = _Spread(module, chip, simulated, memory_bound_s)
     causes = [spread.common(name) for name in spread.names()]
-    causes += [spread.overlap(), spread.slices()]
+    causes += [spread.overlap(), spread.slices(), spread.branches()]
     causes = [cause for cause in causes if cause.low_s > 0 or cause.high_s > 0]
     causes.sort(key=lambda cause: -(cause.low_s + cause.high_s))
     step_s = spread.step_s
@@ -221,11 +212,19 @@ class _Spread:
         logarithm = math.log(self._simulated.num_slices)
         return Cause(SLICES, low * logarithm, high * logarithm)
 
+    def branches(self) -> Cause:
+        """Returns the effect of the fastest branches, where the slowest are estimated."""
+        low_s = sum(
+            conditional.count * (max(conditional.seconds) - min(conditional.seconds))
+            for conditional in self._simulated.conditionals
+        )
+        return Cause(BRANCHES, min(low_s, self.step_s), 0.0)
+
 
 def _cause_of_compute(module: Module, rates: instruction_time.Rates, event: Event) -> str:
     price, instruction = event.price, event.instruction
     assert price is not None
-    if _is_guessed(module, instruction):
+    if price.guess:
         return GUESSED
     if price.hbm_bytes / rates.hbm_bytes_per_s >= 0.999 * price.seconds:
         return MEMORY
@@ -235,10 +234,6 @@ def _cause_of_compute(module: Module, rates: instruction_time.Rates, event: Even
     if price.kind == "matmul":
         return CONVOLUTIONS if _is_convolution(module, instruction) else PRODUCTS
     return OTHERS
-
-
-def _is_guessed(module: Module, instruction: Instruction) -> bool:
-    return kernels.is_kernel(instruction) and kernels.flops(module, instruction) is None
 
 
 def _is_convolution(module: Module, instruction: Instruction) -> bool:

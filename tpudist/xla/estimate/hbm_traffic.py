@@ -7,6 +7,7 @@ as a result that is an operand updated in place. If an array is sliced, only the
 
 import dataclasses
 
+from tpudist.xla.estimate import kernels
 from tpudist.xla.hlo import collective_ops, shapes
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Computation, Instruction
@@ -73,9 +74,26 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
         return float(ends.moved.padded_bytes * sum(map(_is_in_hbm, (ends.source, ends.target))))
     if opcode.endswith("-start"):
         return 0.0  # a collective, which the network's own engine reads and writes
+    if kernels.is_kernel(instruction):
+        blocks = kernels.block_bytes(module, instruction)
+        if blocks is not None:
+            return blocks
+    return _array_bytes(module, instruction, shapes.HBM)
+
+
+def vmem_bytes(module: Module, instruction: Instruction) -> float:
+    """Returns the bytes of the operands and results in VMEM of one run of an instruction."""
+    if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done")):
+        return 0.0
+    if _ALLOCATES in instruction.attributes:
+        return 0.0
+    return _array_bytes(module, instruction, shapes.VMEM)
+
+
+def _array_bytes(module: Module, instruction: Instruction, memory_space: int) -> float:
     operands = module.operands_of(instruction)
     arrays = [array for operand in operands for array in operand.arrays] + [*instruction.arrays]
-    return float(sum(array.padded_bytes for array in arrays if _is_in_hbm(array)))
+    return float(sum(x.padded_bytes for x in arrays if x.memory_space == memory_space))
 
 
 def _is_in_hbm(array: shapes.Array) -> bool:

@@ -14,8 +14,18 @@ programs:
    bandwidth.
 3. A custom kernel, for which XLA has no cycles, takes its FLOPs at that share of the peak. The
    share is smaller if its matrices are narrower than the matrix unit: a head of 128 fills half of
-   a unit that is 256 wide (v6e and tpu7x: docs.cloud.google.com/tpu/docs/v6e; 128 before).
-4. Names of values (tuples, bitcasts) take no time.
+   a unit that is 256 wide (v6e and tpu7x: docs.cloud.google.com/tpu/docs/v6e; 128 before). It
+   takes at least 0.35 us per step of its grid: with blocks of 128, the matrix products of
+   docs.jax.dev/en/latest/pallas/tpu/matmul.html take 11.77 ms for 32,768 steps and 91.84 ms for
+   262,144 on v5e, where the smallest call takes 0.1 ms. It takes at least its elementwise
+   operations on all units of the vector processor: per core and cycle 1,024 on each of four units
+   (two before v5e; jax-ml/scaling-book, tpus.md, appendix C).
+4. Other instructions without XLA's cycles, such as sorts and gathers, have guessed cycles
+   (`scheduled_cycles`), at the chip's clock. They take at least their bytes in VMEM, at 22 times
+   the bandwidth of HBM (scaling-book, tpus.md).
+5. A callback to the host takes its bytes over the host's link, and 0.1 ms, which is what a call of
+   the smallest matrix product takes from the host (rule 3). The time of its Python is unknown.
+6. Names of values (tuples, bitcasts) take no time.
 
 Rates are per JAX device. A chip of v2, v3 or tpu7x is two devices, which share it evenly.
 """
@@ -24,7 +34,8 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
-from tpudist.xla.estimate import flops, hbm_traffic, kernels
+from tpudist.xla.estimate import flops, hbm_traffic, kernels, scheduled_cycles
+from tpudist.xla.hardware import chips
 from tpudist.xla.hardware.chips import CHIPS, Chip
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
@@ -100,6 +111,11 @@ COPY_CYCLES: Mapping[str, int] = {
 }
 COPY_BYTES = 2 * 2 * 4096**2  # read and written, 2 bytes per bf16
 _WIDE_UNITS = ("v6e", "tpu7x")  # generations with a matrix unit of 256, not 128 (rule 3)
+GRID_STEP_S = 0.35e-6  # rule 3
+_LANES = 1024  # of each vector unit (rule 3)
+_FEW_VECTOR_UNITS = ("v2", "v3", "v4")
+_VMEM_OVER_HBM = 22.0  # rule 4
+CALLBACK_S = 0.1e-3  # rule 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +124,12 @@ class Price:
 
     Attributes:
         seconds: Estimated time.
-        kind: "matmul", "kernel", or "elementwise" for everything else, such as copies.
+        kind: "matmul", "kernel", "host" for a callback, or "elementwise" for everything else, such
+            as copies.
         flops: Operations in matrix multiplications.
         hbm_bytes: Bytes to and from HBM.
         peak_s: Seconds that the operations take at the chip's peak.
+        guess: What is guessed, such as "sort"; empty if a rule gives the time.
     """
 
     seconds: float
@@ -119,6 +137,7 @@ class Price:
     flops: float
     hbm_bytes: float
     peak_s: float = 0.0
+    guess: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,23 +184,75 @@ class Rates:
 
     def price(self, module: Module, instruction: Instruction) -> Price:
         """Returns the cost of one run; zero for loops and calls, whose bodies count instead."""
+        if _is_callback(instruction):
+            return self._price_callback(instruction)
         num_flops = flops.instruction_flops(module, instruction)
         num_bytes = hbm_traffic.num_bytes(module, instruction)
         hbm_s = num_bytes / self.hbm_bytes_per_s
-        cycles = instruction.cycles or 0
+        cycles = instruction.cycles
         if kernels.is_kernel(instruction):
-            width = kernels.narrowest_dim(module, instruction) or self.unit_width
-            filled = min(1.0, width / self.unit_width)
-            at_rate_s = num_flops / self.flops_per_s()
-            seconds = max(at_rate_s / filled, hbm_s)
-            return Price(seconds, "kernel", num_flops, num_bytes, at_rate_s * self.matmul_share)
+            return self._price_kernel(module, instruction, num_flops, num_bytes)
         if num_flops:
             kinds = flops.kinds_of_products(module, instruction) or {"bf16"}
             at_rate_s = num_flops / self.flops_per_s(kinds)
-            seconds = max(cycles / self.matmul_cycles_per_s, at_rate_s, hbm_s)
+            seconds = max((cycles or 0) / self.matmul_cycles_per_s, at_rate_s, hbm_s)
             return Price(seconds, "matmul", num_flops, num_bytes, at_rate_s * self.matmul_share)
-        seconds = max(cycles / self.other_cycles_per_s, hbm_s)
-        return Price(seconds, "elementwise", 0.0, num_bytes)
+        if cycles is not None:
+            seconds = max(cycles / self.other_cycles_per_s, hbm_s)
+            return Price(seconds, "elementwise", 0.0, num_bytes)
+        guess = scheduled_cycles.guess(module, instruction)
+        vmem_s = hbm_traffic.vmem_bytes(module, instruction)
+        vmem_s /= _VMEM_OVER_HBM * self.hbm_bytes_per_s
+        guessed_s = guess.cycles / self.chip.cycles_per_s if guess else 0.0
+        bytes_s = max(hbm_s, vmem_s)
+        # If the bytes take longer, they decide the time, and nothing is guessed.
+        is_guessed = guess is not None and (not guess.cycles or guessed_s > bytes_s)
+        what = guess.what if guess and is_guessed else ""
+        return Price(max(bytes_s, guessed_s), "elementwise", 0.0, num_bytes, guess=what)
+
+    def _price_kernel(
+        self, module: Module, kernel: Instruction, num_flops: float, num_bytes: float
+    ) -> Price:
+        """Returns the cost of a custom kernel (rule 3)."""
+        body = kernels.body(kernel)
+        kinds = {chips.kind_of_products(p.bits) for p in body.products} if body else set()
+        at_rate_s = num_flops / self.flops_per_s(kinds or {"bf16"})
+        width = kernels.narrowest_dim(module, kernel)
+        if width is None and body is not None and body.flops:
+            filled = body.share_of_unit(self.unit_width)
+        else:
+            filled = min(1.0, (width or self.unit_width) / self.unit_width)
+        bounds = [at_rate_s / filled, num_bytes / self.hbm_bytes_per_s]
+        if body is not None:
+            bounds.append(body.num_steps * GRID_STEP_S)
+            bounds.append(body.num_steps * body.vector_ops / self._vector_ops_per_s)
+        is_known = kernels.flops(module, kernel) is not None
+        guess = "" if is_known else "custom kernel, by its bytes"
+        return Price(
+            max(bounds), "kernel", num_flops, num_bytes, at_rate_s * self.matmul_share, guess
+        )
+
+    @property
+    def _vector_ops_per_s(self) -> float:
+        units = 2 if self.chip.generation in _FEW_VECTOR_UNITS else 4
+        cores = self.chip.cores_in_name / self.chip.devices_per_chip
+        return units * _LANES * cores * self.chip.cycles_per_s
+
+    def _price_callback(self, instruction: Instruction) -> Price:
+        """Returns the cost of an end of a callback to the host (rule 5)."""
+        if instruction.opcode not in ("send", "recv"):
+            return Price(0.0, "host", 0.0, 0.0)
+        num_bytes = instruction.arrays[0].padded_bytes if instruction.arrays else 0
+        rate = self.chip.host_bytes_per_s / self.chip.devices_per_chip
+        seconds = num_bytes / rate + (CALLBACK_S if instruction.opcode == "recv" else 0.0)
+        return Price(seconds, "host", 0.0, float(num_bytes), guess="callback to the host")
+
+
+def _is_callback(instruction: Instruction) -> bool:
+    """Returns whether an instruction sends to or receives from Python on the host."""
+    # XLA writes transfers to other slices as transfers with the host, too.
+    is_transfer = instruction.attribute("is_host_transfer") == "true"
+    return is_transfer and "_xla_megascale" not in instruction.attributes
 
 
 def _cycles_per_clock(chip: Chip) -> float:

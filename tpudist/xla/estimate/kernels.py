@@ -1,13 +1,15 @@
-"""Counts the operations of custom kernels (Pallas), for which XLA has no FLOPs and no cycles.
+"""Counts the operations and bytes of custom kernels (Pallas), for which XLA has no cycles.
 
-In a compiled program a Pallas kernel is a custom call "tpu_custom_call" with an opaque body. For
-JAX's attention kernels, the operations follow from the name and the operands. Other kernels count
-only if their author passed a `cost_estimate` to `pl.pallas_call`.
+In a compiled program a Pallas kernel is a custom call "tpu_custom_call". For JAX's attention
+kernels, the operations follow from the name and the operands, because their masks decide which
+steps of the grid compute. Other kernels count the `cost_estimate` of their author, or else the body
+times the size of the grid.
 """
 
 import math
 import re
 
+from tpudist.xla.hlo import kernel_bodies, shapes
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
 
@@ -33,16 +35,42 @@ def flops(module: Module, instruction: Instruction) -> float | None:
         return None
     if match := _attention(instruction):
         return _attention_flops(module, instruction, match["family"], match["part"])
-    estimate = _ESTIMATE.search(instruction.attributes)
-    return float(estimate[1]) if estimate else None
+    if estimate := _ESTIMATE.search(instruction.attributes):
+        return float(estimate[1])
+    found = body(instruction)
+    return found.flops if found else None
+
+
+def body(instruction: Instruction) -> kernel_bodies.KernelBody | None:
+    """Returns the body of a custom kernel; None if it is unknown."""
+    return kernel_bodies.read(instruction.attributes)
+
+
+def block_bytes(module: Module, instruction: Instruction) -> float | None:
+    """Returns the bytes of all blocks that a kernel copies from and to HBM; None if unknown.
+
+    A block is copied again whenever its place changes from one step of the grid to the next.
+    """
+    found = None if _attention(instruction) else body(instruction)
+    if found is None:
+        return None
+    operands = [operand.arrays[0] for operand in module.operands_of(instruction)]
+    arrays = [*operands[found.num_prefetched :], *instruction.arrays]
+    if len(arrays) != len(found.blocks):
+        return None
+    return sum(
+        block.num_bytes * block.num_copies if block.in_vmem else array.padded_bytes
+        for block, array in zip(found.blocks, arrays, strict=True)
+        if array.memory_space == shapes.HBM
+    )
 
 
 def narrowest_dim(module: Module, instruction: Instruction) -> int | None:
     """Returns the narrowest dim of a kernel's matrix multiplications (`head_dim`), or None."""
     if not is_kernel(instruction) or not _attention(instruction):
         return None
-    shapes = _shapes_of_attention(module, instruction)
-    return shapes[0][-1] if shapes else None
+    found = _shapes_of_attention(module, instruction)
+    return found[0][-1] if found else None
 
 
 def attention_part(instruction: Instruction) -> str | None:
@@ -66,10 +94,10 @@ def _shapes_of_attention(module: Module, instruction: Instruction) -> list[tuple
 def _attention_flops(
     module: Module, instruction: Instruction, family: str, part: str
 ) -> float | None:
-    shapes = _shapes_of_attention(module, instruction)
-    if len(shapes) < 3:
+    found = _shapes_of_attention(module, instruction)
+    if len(found) < 3:
         return None
-    queries, keys, _ = shapes
+    queries, keys, _ = found
     *heads, length, head_dim = queries
     products = "fused" if part == "dkv" and _returns_queries(instruction, queries) else part
     full = 2.0 * math.prod(heads) * length * keys[-2] * head_dim * _MATMULS[products]

@@ -12,28 +12,38 @@ can be negative.
 import dataclasses
 from collections.abc import Callable
 
-from tpudist.xla.estimate import error_bar, hbm_traffic, instruction_time, kernels, timeline
+from tpudist.xla.estimate import (
+    error_bar,
+    guesses,
+    hbm_traffic,
+    instruction_time,
+    kernels,
+    timeline,
+)
 from tpudist.xla.estimate.error_bar import Cause
+from tpudist.xla.estimate.guesses import Guess
 from tpudist.xla.estimate.timeline import Event
 from tpudist.xla.hardware.chips import Chip
 from tpudist.xla.hlo.hlo_module import Module
 
-_NUM_TOP = 20  # instructions in `TimeEstimate.top`
+_NUM_TOP = 20  # operations in `TimeEstimate.top`
+_MIN_SHARE = 1e-9  # of a step: less is the rounding error of a difference
 
 
 @dataclasses.dataclass(frozen=True)
 class OpTime:
-    """The time of one instruction per step.
+    """The time per step of all instructions of one kind and source line.
 
     Attributes:
-        name: Name in the program.
+        name: Name of the longest instruction in the program.
         op_name: Path of the JAX operation.
         source: The user's line "file:line"; None if the compiler added the instruction.
         seconds: Seconds per step, including trip counts of loops; for a transfer, only exposed
             time.
         share: Share of the step, 0 to 1.
-        kind: "matmul", "kernel", "elementwise", "ici", "dcn", "host", or "hbm" for a copy between
-            HBM and VMEM for which other instructions wait.
+        kind: "matmul", "kernel", "elementwise", "ici", "dcn", "host" for copies to the host's
+            memory and callbacks, or "hbm" for a copy between HBM and VMEM for which other
+            instructions wait.
     """
 
     name: str
@@ -58,14 +68,14 @@ class TimeEstimate:
         memory_bound_s: Lower bound: the time to move all bytes to and from HBM.
         ici_s: Collectives inside a slice, including hidden ones.
         dcn_s: Collectives between slices, including hidden ones.
-        host_s: Transfers to and from the host's memory, including hidden ones.
+        host_s: Transfers to and from the host's memory, including hidden ones, and callbacks.
         exposed_ici_s: Part of `ici_s` that no computation hides.
         exposed_dcn_s: Part of `dcn_s` that no computation hides.
         exposed_host_s: Part of `host_s` that no computation hides.
         exposed_hbm_s: Waits for copies between HBM and VMEM.
         flops: Operations of matrix multiplications and kernels, including trip counts.
         hbm_bytes: Bytes to and from HBM, including transfers with the host, and trip counts.
-        top: Instructions that take longest, longest first.
+        top: Operations that take longest, longest first.
         peak_bound_s: Lower bound: the time of `flops` at the chip's peak for their numbers.
         unknown_trip_counts: Loops that count once because their trip count is unknown.
         unknown_kernels: Custom kernels that count only by their bytes because the number of their
@@ -73,8 +83,9 @@ class TimeEstimate:
         low_s: Low end of the error bar of `step_s`; None in plans of older versions.
         high_s: High end.
         causes: Causes of the error bar, largest first; see `error_bar`.
-        guessed_s: Part of `step_s` that no rule prices.
+        guessed_s: Part of `step_s` that no rule prices, or in loops of unknown length.
         slow_slices_s: Part of `step_s` in which the slices wait for the slowest of them.
+        guessed: Guessed parts, longest first, and conditionals with their branches.
     """
 
     step_s: float
@@ -99,6 +110,7 @@ class TimeEstimate:
     causes: tuple[Cause, ...] = ()
     guessed_s: float = 0.0
     slow_slices_s: float = 0.0
+    guessed: tuple[Guess, ...] = ()
 
 
 def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEstimate:
@@ -137,10 +149,10 @@ def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEs
         memory_bound_s=memory_bound_s,
         ici_s=sum_transfers("ici"),
         dcn_s=sum_transfers("dcn"),
-        host_s=sum_transfers("host"),
+        host_s=sum_transfers("host") + sum_compute("host"),
         exposed_ici_s=sum_exposed("ici"),
         exposed_dcn_s=sum_exposed("dcn"),
-        exposed_host_s=sum_exposed("host"),
+        exposed_host_s=sum_exposed("host") + sum_compute("host"),
         exposed_hbm_s=sum_exposed("hbm"),
         flops=_per_step(events, lambda e: e.price.flops if e.price else 0.0),
         peak_bound_s=peak_bound_s,
@@ -158,7 +170,8 @@ def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEs
         low_s=bar.low_s,
         high_s=bar.high_s,
         causes=bar.causes,
-        guessed_s=error_bar.sum_guesses(module, simulated),
+        guessed_s=min(step_s, guesses.sum_seconds(module, simulated)),
+        guessed=guesses.list_guesses(module, simulated),
         slow_slices_s=slow_slices_s,
     )
 
@@ -173,14 +186,29 @@ def _network(event: Event) -> str | None:
 
 
 def _top(events: tuple[Event, ...], step_s: float) -> tuple[OpTime, ...]:
-    parts = []
+    """Returns the longest operations, where instructions of one kind and line are one operation."""
+    parts: dict[tuple[str, str], list[OpTime]] = {}
     for event in events:
+        times = []
         if event.price:
-            parts.append((event.count * event.price.seconds, event, event.price.kind))
+            times.append((event.count * event.price.seconds, event.price.kind))
         if event.transfer:
-            parts.append((event.count * event.exposed_s, event, event.transfer.network))
-    longest = sorted((part for part in parts if part[0]), key=lambda part: -part[0])[:_NUM_TOP]
-    return tuple(_op_time(event, seconds, step_s, kind) for seconds, event, kind in longest)
+            times.append((event.count * event.exposed_s, event.transfer.network))
+        for seconds, kind in times:
+            if seconds > _MIN_SHARE * step_s:
+                part = _op_time(event, seconds, step_s, kind)
+                place = part.source or part.op_name or part.name
+                parts.setdefault((kind, place), []).append(part)
+    merged = map(_merge, parts.values())
+    return tuple(sorted(merged, key=lambda part: -part.seconds)[:_NUM_TOP])
+
+
+def _merge(parts: list[OpTime]) -> OpTime:
+    """Returns one operation for all `parts`, under the name of the longest."""
+    longest = max(parts, key=lambda part: part.seconds)
+    seconds = sum(part.seconds for part in parts)
+    share = sum(part.share for part in parts)
+    return dataclasses.replace(longest, seconds=seconds, share=share)
 
 
 def _op_time(event: Event, seconds: float, step_s: float, kind: str) -> OpTime:

@@ -70,8 +70,26 @@ class _Loop:
 class _Branches:
     """Runs one of several lists of actions: the slowest, which the first simulation finds."""
 
+    conditional: Instruction
+    count: float
     branches: "list[_Actions]"
     slowest: int | None = None
+    seconds: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditional:
+    """A conditional that a step runs.
+
+    Attributes:
+        instruction: The conditional.
+        count: Runs per step.
+        seconds: Seconds of each branch per run. The step counts the slowest.
+    """
+
+    instruction: Instruction
+    count: float
+    seconds: tuple[float, ...]
 
 
 _Actions = list[_Run | _Wait | _Loop | _Branches]
@@ -87,12 +105,14 @@ class Timeline:
         seconds: Time of the step.
         events: Events that take time, in order.
         num_slices: Number of slices that run the step.
+        conditionals: Conditionals with several branches.
     """
 
     seconds: float
     events: tuple[Event, ...]
     num_slices: int = 1
     _actions: _Actions = dataclasses.field(default_factory=list, repr=False)
+    conditionals: tuple[Conditional, ...] = ()
 
     def replay(self, compute: SecondsOf, transfer: SecondsOf) -> float:
         """Returns the time of the step with other times of its events, in the same schedule."""
@@ -104,7 +124,8 @@ def simulate(module: Module, mesh: Mesh, chip: Chip | None) -> Timeline:
     finder = TransferFinder(module, mesh, chip)
     actions = _Reader(module, finder, chip).read(module.entry, 1.0)
     seconds = _Player(compute_seconds, transfer_seconds, is_first=True).play(actions)
-    return Timeline(seconds, tuple(_events(actions)), finder.num_slices, actions)
+    events, conditionals = tuple(_events(actions)), tuple(_conditionals(actions))
+    return Timeline(seconds, events, finder.num_slices, actions, conditionals)
 
 
 def compute_seconds(event: Event) -> float:
@@ -126,6 +147,16 @@ def _events(actions: _Actions) -> Iterator[Event]:
             yield from _events(action.actions)
         elif isinstance(action, _Branches) and action.branches:
             yield from _events(action.branches[action.slowest or 0])
+
+
+def _conditionals(actions: _Actions) -> Iterator[Conditional]:
+    """Yields the conditionals that a step runs."""
+    for action in actions:
+        if isinstance(action, _Loop):
+            yield from _conditionals(action.actions)
+        elif isinstance(action, _Branches) and len(action.branches) > 1:
+            yield Conditional(action.conditional, action.count, action.seconds)
+            yield from _conditionals(action.branches[action.slowest or 0])
 
 
 class _Reader:
@@ -177,7 +208,8 @@ class _Reader:
         if opcode != "conditional":
             return []
         branches = (self._module.computations.get(name) for _, name in instruction.called)
-        return [_Branches([self.read(branch, count) for branch in branches if branch])]
+        read = [self.read(branch, count) for branch in branches if branch]
+        return [_Branches(instruction, count, read)]
 
 
 class _Player:
@@ -223,9 +255,9 @@ class _Player:
         if not action.branches:
             return 0.0
         if self._is_first:
-            seconds = [self.play(branch) for branch in action.branches]
-            action.slowest = seconds.index(max(seconds))
-            return max(seconds)
+            action.seconds = tuple(self.play(branch) for branch in action.branches)
+            action.slowest = action.seconds.index(max(action.seconds))
+            return max(action.seconds)
         return self.play(action.branches[action.slowest or 0])
 
 

@@ -1,0 +1,119 @@
+"""The grid, blocks and operations of Pallas kernels are read from the compiled program."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+import hlo_programs
+from tpudist.xla.estimate import hbm_traffic, instruction_time, kernels
+from tpudist.xla.hardware import chips
+from tpudist.xla.hlo import kernel_bodies
+from tpudist.xla.hlo.kernel_bodies import Product
+
+V5E, V6E = chips.CHIPS["v5e"], chips.CHIPS["v6e"]
+SQUARE = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+
+
+def _body(kernel, *shapes):
+    """The text of the program of a kernel, as it is in a compiled program; needs no TPU."""
+    text = jax.jit(kernel).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
+    return re.search(r"\\22body\\22: ?\\22([^\\]+)\\22", text)[1]
+
+
+@functools.cache
+def _matmul(rows, columns, depth):
+    size = SQUARE.shape[0]
+
+    def kernel(x, w, y, total):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            total[...] = jnp.zeros_like(total)
+
+        total[...] += jnp.dot(x[...], w[...], preferred_element_type=jnp.float32)
+
+        @pl.when(pl.program_id(2) == size // depth - 1)
+        def _():
+            y[...] = total[...].astype(y.dtype)
+
+    call = pl.pallas_call(
+        kernel,
+        out_shape=SQUARE,
+        grid=(size // rows, size // columns, size // depth),
+        in_specs=[
+            pl.BlockSpec((rows, depth), lambda i, j, k: (i, k)),
+            pl.BlockSpec((depth, columns), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((rows, columns), lambda i, j, k: (i, j)),
+        scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],
+    )
+    return _body(call, SQUARE, SQUARE)
+
+
+def _compiled(body, *operands, result="bf16[4096,4096]{1,0:T(8,128)(2,1)}"):
+    config = f'{{"custom_call_config":{{"body":"{body}"}}}}'
+    return hlo_programs.kernel("mine", *operands, results=result, config=config)
+
+
+MATRIX = "bf16[4096,4096]{1,0:T(8,128)(2,1)}"
+
+
+def test_the_body_counts_once_per_step_of_the_grid():
+    found = kernel_bodies.read(f'"body":"{_matmul(512, 1024, 1024)}"')
+    assert found.num_steps == 8 * 4 * 4
+    assert found.products == (Product(512, 1024, 1024, ("bf16", "bf16")),)
+    assert found.flops == 2 * 4096**3
+    module, kernel = _compiled(_matmul(512, 1024, 1024), MATRIX, MATRIX)
+    # A row of blocks of the right side per row of blocks of the result, and so on.
+    in_bytes = 2 * 4096 * 4096 * (4096 / 1024 + 4096 / 512)
+    assert hbm_traffic.num_bytes(module, kernel) == in_bytes + 2 * 4096 * 4096
+    assert kernels.flops(module, kernel) == found.flops
+
+
+@pytest.mark.parametrize(
+    # The times that docs.jax.dev/en/latest/pallas/tpu/matmul.html prints for v5e, whose smallest
+    # call takes 0.1 ms.
+    ("blocks", "seconds"),
+    [((128, 128, 128), 11.77e-3), ((512, 1024, 1024), 0.889e-3)],
+)
+def test_small_blocks_take_the_time_of_their_grid(blocks, seconds):
+    price = instruction_time.Rates.of(V5E).price(*_compiled(_matmul(*blocks), MATRIX, MATRIX))
+    assert price.seconds == pytest.approx(seconds - 0.1e-3, rel=0.1)
+    assert price.guess == ""
+
+
+def test_narrow_products_fill_a_part_of_a_wide_matrix_unit():
+    body = kernel_bodies.read(f'"body":"{_matmul(128, 128, 128)}"')
+    assert [body.share_of_unit(width) for width in (128, 256)] == [1, 0.25]
+
+
+def test_blocks_whose_place_is_prefetched_are_copied_at_each_step():
+    def kernel(places, x, y):
+        y[...] = jnp.tanh(x[...])
+
+    def copy(places, x):
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(2, 64),
+            in_specs=[pl.BlockSpec((8, 512), lambda i, j, places: (places[j], 0))],
+            out_specs=pl.BlockSpec((8, 512), lambda i, j, places: (i, 0)),
+        )
+        out = jax.ShapeDtypeStruct((16, 512), jnp.float32)
+        return pl.pallas_call(kernel, out_shape=out, grid_spec=spec)(places, x)
+
+    shapes = jax.ShapeDtypeStruct((64,), jnp.int32), jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    found = kernel_bodies.read(f'"body":"{_body(copy, *shapes)}"')
+    assert (found.num_steps, found.num_prefetched, found.vector_ops) == (128, 1, 8 * 512)
+    assert [block.num_copies for block in found.blocks] == [128, 2]
+
+
+def test_a_kernel_of_another_version_is_guessed_by_its_bytes():
+    module, kernel = _compiled("TUzvUgBAD=", MATRIX)
+    assert kernels.body(kernel) is None
+    price = instruction_time.Rates.of(V5E).price(module, kernel)
+    assert price.hbm_bytes == 2 * 2 * 4096**2
+    assert price.guess

@@ -1,0 +1,93 @@
+"""Lists the parts of a step whose time is guessed, with their seconds.
+
+These are instructions that no rule prices (`scheduled_cycles`), loops of unknown length, which
+count once, and conditionals, which count as their slowest branch.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+from tpudist.xla.estimate.timeline import Event, Timeline, compute_seconds
+from tpudist.xla.hlo.hlo_module import Module
+from tpudist.xla.hlo.instructions import Instruction
+
+
+@dataclasses.dataclass(frozen=True)
+class Guess:
+    """A part of a step whose time is guessed.
+
+    Attributes:
+        what: The part, such as "sort".
+        seconds: Seconds per step that the estimate of the step counts for it; for a conditional,
+            seconds by which its slowest branch, which counts, is slower than its fastest.
+        source: The user's line "file:line"; None if it is unknown.
+        branches: Seconds per run of the branches of a conditional; empty for other parts.
+    """
+
+    what: str
+    seconds: float
+    source: str | None
+    branches: tuple[float, ...] = ()
+
+
+def list_guesses(module: Module, simulated: Timeline) -> tuple[Guess, ...]:
+    """Returns the guessed parts of a step, longest first; parts of one line are one guess."""
+    sums: dict[tuple[str, str | None], Guess] = {}
+    for guess in _guesses(module, simulated):
+        key = guess.what, guess.source
+        before = sums[key].seconds if key in sums else 0.0
+        sums[key] = dataclasses.replace(guess, seconds=before + guess.seconds)
+    return tuple(sorted(sums.values(), key=lambda guess: -guess.seconds))
+
+
+def sum_seconds(module: Module, simulated: Timeline) -> float:
+    """Returns the seconds per step of guessed instructions and of loops of unknown length."""
+    guessed = {id(event): event for event in simulated.events if event.price and event.price.guess}
+    for loop in _unknown_loops(module):
+        guessed |= {id(event): event for event in _events_of(module, loop, simulated.events)}
+    return _sum(guessed.values())
+
+
+def _guesses(module: Module, simulated: Timeline) -> Iterator[Guess]:
+    for event in simulated.events:
+        if event.price and event.price.guess:
+            origin = module.origin(event.instruction)
+            yield Guess(event.price.guess, _sum([event]), origin.source)
+    for loop in _unknown_loops(module):
+        seconds = _sum(_events_of(module, loop, simulated.events))
+        yield Guess("one iteration of a loop of unknown length", seconds, _source(module, loop))
+    for conditional in simulated.conditionals:
+        seconds, source = conditional.seconds, _source(module, conditional.instruction)
+        spread = conditional.count * (max(seconds) - min(seconds))
+        yield Guess("conditional", spread, source, seconds)
+
+
+def _source(module: Module, instruction: Instruction) -> str | None:
+    return instruction.source or module.origin(instruction).source
+
+
+def _unknown_loops(module: Module) -> list[Instruction]:
+    instructions = (
+        instruction
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+    )
+    return [i for i in instructions if i.opcode == "while" and module.trip_counts[i.name] is None]
+
+
+def _events_of(module: Module, loop: Instruction, events: Iterable[Event]) -> list[Event]:
+    """Returns the events in the body of a loop, at any depth."""
+    inside, waiting = set(), [loop.callee("body") or ""]
+    while waiting:
+        name = waiting.pop()
+        if name in inside or name not in module.computations:
+            continue
+        inside.add(name)
+        for instruction in module.computations[name].instructions.values():
+            waiting += [callee for _, callee in instruction.called]
+    return [event for event in events if event.instruction.computation in inside]
+
+
+def _sum(events: Iterable[Event]) -> float:
+    """Returns the seconds per step of events, with the waits for their transfers."""
+    return sum(event.count * (compute_seconds(event) + event.exposed_s) for event in events)

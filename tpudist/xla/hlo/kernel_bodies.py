@@ -1,0 +1,278 @@
+"""Reads the program inside a custom kernel (Pallas): its grid, its blocks, and its operations.
+
+A compiled program contains the kernel as MLIR of Mosaic, in base64. The kernel runs once per step
+of its grid; before a step, the blocks of the operands that it uses are copied to VMEM.
+"""
+
+import base64
+import binascii
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable
+
+from jax.experimental.mosaic.dialects import tpu
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
+
+_BODY = re.compile(r'"body":"([^"]+)"')
+_CONTRACTED = re.compile(r"dot_dimension_numbers<\[([\d, ]*)\]")
+_DYNAMIC = -(2**63)  # a size of the grid that is known only when the kernel runs
+_VMEM = "vmem"
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A matrix multiplication in the body of a kernel, with `count` runs per step of the grid.
+
+    Attributes:
+        m: Rows of the result.
+        k: Size of the summed dims.
+        n: Columns of the result.
+        dtypes: Names of the operands' types in MLIR, such as "bf16" or "i8".
+        count: Runs per step of the grid.
+    """
+
+    m: int
+    k: int
+    n: int
+    dtypes: tuple[str, ...]
+    count: float = 1.0
+
+    @property
+    def flops(self) -> float:
+        """Operations per step of the grid."""
+        return 2.0 * self.m * self.k * self.n * self.count
+
+    @property
+    def bits(self) -> list[tuple[int, bool]]:
+        """Bits of an element of each operand, and whether it is a float."""
+        return [(_bits_of_name(name), not name.startswith("i")) for name in self.dtypes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The part of an operand or a result that a step of the grid uses.
+
+    Attributes:
+        num_bytes: Size of the block.
+        num_copies: Times that a run of the kernel copies it: once for each change of its place.
+        in_vmem: Whether it is copied to VMEM; else the kernel copies its parts itself.
+    """
+
+    num_bytes: float
+    num_copies: float
+    in_vmem: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelBody:
+    """A kernel.
+
+    Attributes:
+        num_steps: Steps of its grid.
+        products: Its matrix multiplications.
+        vector_ops: Elementwise operations per step of the grid.
+        num_prefetched: Number of operands in SMEM, which come before those with blocks.
+        blocks: Blocks of its operands and results, in order.
+    """
+
+    num_steps: float
+    products: tuple[Product, ...]
+    vector_ops: float
+    num_prefetched: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def flops(self) -> float:
+        """Operations of the matrix multiplications of a run."""
+        return self.num_steps * sum(product.flops for product in self.products)
+
+    def share_of_unit(self, width: int) -> float:
+        """Returns the share of a matrix unit of `width` x `width` that the products fill."""
+        full = sum(product.flops for product in self.products)
+        needed = sum(
+            product.flops / min(1.0, product.k / width) / min(1.0, product.n / width)
+            for product in self.products
+        )
+        return full / needed if needed else 1.0
+
+
+def read(attributes: str) -> KernelBody | None:
+    """Returns the body of a kernel; None if its grid is dynamic or another version wrote it.
+
+    Args:
+        attributes: Text of the attributes of the custom call.
+    """
+    match = _BODY.search(attributes)
+    return _read_body(match[1]) if match else None
+
+
+@functools.lru_cache(maxsize=256)
+def _read_body(encoded: str) -> KernelBody | None:
+    context = mlir.make_ir_context()
+    tpu.register_dialect(context)
+    # Serialized operations have a prefix that is not registered.
+    context.allow_unregistered_dialects = True
+    try:
+        module = ir.Module.parse(base64.b64decode(encoded), context)
+    except (ir.MLIRError, binascii.Error):
+        return None
+    with context:
+        functions = {
+            ir.StringAttr(operation.attributes["sym_name"]).value: operation
+            for operation in _operations(module.operation)
+            if "sym_name" in operation.attributes
+        }
+        main = next((f for f in functions.values() if "iteration_bounds" in f.attributes), None)
+        if main is None:  # without a grid, the kernel is one step
+            main = next(iter(functions.values()), None)
+        return None if main is None else _read_main(main, functions)
+
+
+def _read_main(main: ir.Operation, functions: dict[str, ir.Operation]) -> KernelBody | None:
+    grid = _integers(main, "iteration_bounds")
+    if _DYNAMIC in grid:
+        return None
+    num_prefetched = 0
+    if "scalar_prefetch" in main.attributes:
+        num_prefetched = ir.IntegerAttr(main.attributes["scalar_prefetch"]).value
+    counter = _Counter()
+    counter.count(main.regions[0].blocks[0], 1.0)
+    blocks = []
+    if "window_params" in main.attributes:
+        arguments = list(main.regions[0].blocks[0].arguments)[len(grid) + num_prefetched :]
+        windows = ir.ArrayAttr(main.attributes["window_params"])
+        # Scratch memory follows the operands and results.
+        for argument, window in zip(arguments, windows, strict=False):
+            blocks.append(_read_block(argument.type, window, grid, functions))
+    return KernelBody(
+        float(math.prod(grid)),
+        tuple(counter.products),
+        counter.vector_ops,
+        num_prefetched,
+        tuple(blocks),
+    )
+
+
+def _read_block(
+    memory: ir.Type, window: ir.Attribute, grid: list[int], functions: dict[str, ir.Operation]
+) -> Block:
+    shaped = ir.MemRefType(memory)
+    fields = ir.DictAttr(window)
+    transform = None
+    if "transform_indices" in fields:
+        transform = functions.get(str(fields["transform_indices"]).removeprefix("@"))
+    num_copies = 1.0
+    if transform is not None:
+        # The grid runs in order, its last axis fastest. A block stays until its place changes.
+        axes = [axis for axis in _arguments_of(transform) if axis < len(grid)]
+        num_copies = float(math.prod(grid[: max(axes, default=-1) + 1]))
+    dims = [size for size in shaped.shape if size > 0]
+    num_bytes = math.prod(dims) * _bits_of_name(str(shaped.element_type)) / 8
+    return Block(num_bytes, num_copies, _VMEM in str(memory))
+
+
+def _arguments_of(function: ir.Operation) -> set[int]:
+    """Returns the numbers of the arguments on which the results of a function depend."""
+    block = function.regions[0].blocks[0]
+    *_, result = block.operations
+    used, seen, waiting = set(), set(), list(result.operands)
+    while waiting:
+        value = waiting.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if isinstance(value, ir.BlockArgument):
+            used.add(value.arg_number)
+        elif isinstance(value.owner, ir.Operation | ir.OpView):
+            waiting += list(value.owner.operands)
+    return used
+
+
+class _Counter:
+    """Counts the operations of one step of the grid."""
+
+    def __init__(self):
+        self.products: list[Product] = []
+        self.vector_ops = 0.0
+
+    def count(self, block: ir.Block, runs: float) -> None:
+        for operation in block.operations:
+            name = operation.operation.name.removeprefix("stable_mosaic.")
+            if name.endswith((".matmul", "vector.contract")):
+                self.products.append(_product(operation.operation, runs))
+            elif name.startswith(("arith.", "math.")) and len(operation.results):
+                result = operation.results[0].type
+                if isinstance(result, ir.VectorType) and name != "arith.constant":
+                    self.vector_ops += runs * math.prod(ir.VectorType(result).shape)
+            self._count_regions(operation.operation, name, runs)
+
+    def _count_regions(self, operation: ir.Operation, name: str, runs: float) -> None:
+        if name == "scf.if":
+            branches = []
+            for region in operation.regions:
+                branch = _Counter()
+                for block in region.blocks:
+                    branch.count(block, runs)
+                branches.append(branch)
+            largest = max(branches, key=lambda branch: (branch.flops, branch.vector_ops))
+            self.products += largest.products
+            self.vector_ops += largest.vector_ops
+            return
+        trips = _trip_count(operation) if name == "scf.for" else 1
+        for region in operation.regions:
+            for block in region.blocks:
+                self.count(block, runs * trips)
+
+    @property
+    def flops(self) -> float:
+        return sum(product.flops for product in self.products)
+
+
+def _product(operation: ir.Operation, runs: float) -> Product:
+    left, right = (ir.VectorType(operand.type) for operand in list(operation.operands)[:2])
+    num_left, num_right = math.prod(left.shape), math.prod(right.shape)
+    num_out = math.prod(ir.VectorType(operation.results[0].type).shape)
+    # Of [m, k] @ [k, n]; of a batch of products, `m` includes the batch.
+    k = max(1, round(math.sqrt(num_left * num_right / num_out)))
+    if "dimension_numbers" in operation.attributes:
+        contracted = _CONTRACTED.search(str(operation.attributes["dimension_numbers"]))
+        if contracted and contracted[1]:
+            k = math.prod(left.shape[int(dim)] for dim in contracted[1].split(","))
+    m = max(1, num_left // k)
+    dtypes = (str(left.element_type), str(right.element_type))
+    return Product(m, k, max(1, num_out // m), dtypes, runs)
+
+
+def _trip_count(loop: ir.Operation) -> int:
+    """Returns the iterations of a loop with constant bounds; 1 if they are not known."""
+    bounds = [_constant(operand) for operand in list(loop.operands)[:3]]
+    if None in bounds:
+        return 1
+    start, stop, step = (bound or 0 for bound in bounds)
+    return max(0, -(-(stop - start) // step)) if step else 1
+
+
+def _constant(value: ir.Value) -> int | None:
+    owner = value.owner
+    if isinstance(owner, ir.Block) or not owner.name.endswith("arith.constant"):
+        return None
+    attribute = owner.attributes["value"]
+    return ir.IntegerAttr(attribute).value if isinstance(attribute, ir.IntegerAttr) else None
+
+
+def _operations(module: ir.Operation) -> Iterable[ir.Operation]:
+    return [operation.operation for operation in module.regions[0].blocks[0].operations]
+
+
+def _integers(operation: ir.Operation, name: str) -> list[int]:
+    if name not in operation.attributes:
+        return []
+    return [int(number) for number in ir.DenseI64ArrayAttr(operation.attributes[name])]
+
+
+def _bits_of_name(name: str) -> int:
+    match = re.search(r"(\d+)", name)  # f32, bf16, i8, f8E4M3FN
+    return int(match[1]) if match else 32
