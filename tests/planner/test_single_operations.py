@@ -1,0 +1,319 @@
+"""Plans of single operations: each counts its bytes once, and none is free or above a peak."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback, pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tpudist import planner
+from tpudist.xla.hardware.chips import CHIPS
+
+pytestmark = [pytest.mark.libtpu, pytest.mark.slow]
+
+F32, BF16, I32, I8, U32 = jnp.float32, jnp.bfloat16, jnp.int32, jnp.int8, jnp.uint32
+FP8, INT4 = jnp.float8_e4m3fn, jnp.int4
+
+
+def _of(*dims, dtype=F32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+SQUARE, LINE, IMAGES = _of(2048, 2048), _of(2**20), _of(8, 28, 28, 128, dtype=BF16)
+TABLE, ROWS, PLACES = _of(65536, 256), _of(8192, 256), _of(8192, dtype=I32)
+KEY = _of(2, dtype=U32)
+CONV = functools.partial(lax.conv_general_dilated, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+POOL = functools.partial(lax.reduce_window, init_value=-jnp.inf, computation=lax.max)
+
+
+def _convolve(stride, **options):
+    """A convolution with its gradients."""
+
+    def both(x, w):
+        out, gradients = jax.vjp(lambda x, w: CONV(x, w, (stride,) * 2, "SAME", **options), x, w)
+        return out, gradients(out)
+
+    return both
+
+
+def _random(draw, *, impl="threefry2x32"):
+    return lambda data: draw(jax.random.wrap_key_data(data, impl=impl))
+
+
+def _print(x):
+    jax.debug.print("{}", x.sum())
+    return x * 2
+
+
+def _double(rows, *, prefetch=False):
+    def kernel(*refs):
+        refs[-1][...] = refs[-2][...] * 2
+
+    out, grid = _of(8192, 512), 8192 // rows
+    if not prefetch:
+        spec = pl.BlockSpec((rows, 512), lambda i: (i, 0))
+        return pl.pallas_call(kernel, out_shape=out, grid=(grid,), in_specs=[spec], out_specs=spec)
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=1,
+        grid=(grid,),
+        in_specs=[pl.BlockSpec((rows, 512), lambda i, places: (places[i], 0))],
+        out_specs=pl.BlockSpec((rows, 512), lambda i, places: (i, 0)),
+    )
+    return pl.pallas_call(kernel, out_shape=out, grid_spec=grid_spec)
+
+
+def _recur(h, xs):
+    return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (h, xs))
+
+
+def _attend(q, k, v):
+    scores = jax.nn.softmax(jnp.einsum("bhd,bshd->bhs", q, k))
+    return jnp.einsum("bhs,bshd->bhd", scores, v)
+
+
+def _loss(w, x, labels):
+    logs = jax.nn.log_softmax((x @ w).astype(F32))
+    return -jnp.take_along_axis(logs, labels[:, None], 1).mean()
+
+
+def _embed_gradient(table, places, cotangent):
+    return jax.vjp(lambda table: table[places], table)[1](cotangent)[0]
+
+
+CACHE = _of(8, 512, 8, 128, dtype=BF16)
+WEIGHT, THIN = _of(4096, 4096, dtype=BF16), _of(8, 4096, dtype=BF16)
+# By name: the operation, its arguments, and the bytes that it must move, None for all of its
+# arguments and results once.
+OPERATIONS = {
+    "sort": (lambda x: jnp.sort(x, -1), (_of(512, 512),), None),
+    "sort columns": (lambda x: jnp.sort(x, 0), (_of(512, 512),), None),
+    "argsort": (lambda x: jnp.argsort(x, -1), (_of(512, 512),), None),
+    "top_k": (lambda x: lax.top_k(x, 8), (SQUARE,), None),
+    "approx_max_k": (lambda x: lax.approx_max_k(x, 16), (SQUARE,), None),
+    "argmax": (lambda x: jnp.argmax(x, -1), (SQUARE,), None),
+    "median": (lambda x: jnp.median(x, -1), (_of(512, 512),), None),
+    "gather of rows": (lambda t, i: t[i], (TABLE, PLACES), 2 * 8192 * 1024),
+    "gather of numbers": (lambda t, i: t[i], (LINE, PLACES), 2 * 8192 * 4),
+    "take_along_axis": (
+        lambda t, i: jnp.take_along_axis(t, i, 1),
+        (SQUARE, _of(2048, 8, dtype=I32)),
+        0,
+    ),
+    "scatter": (lambda t, i, u: t.at[i].set(u), (TABLE, PLACES, ROWS), None),
+    "scatter-add": (lambda t, i, u: t.at[i].add(u), (TABLE, PLACES, ROWS), None),
+    "segment_sum": (
+        lambda x, s: jax.ops.segment_sum(x, s, num_segments=64),
+        (ROWS, PLACES),
+        None,
+    ),
+    "one_hot": (lambda i: jax.nn.one_hot(i, 4096, dtype=BF16), (PLACES,), None),
+    "embedding": (lambda t, i: t[i], (_of(32000, 2048, dtype=BF16), PLACES), 2 * 8192 * 4096),
+    "embedding gradient": (
+        _embed_gradient,
+        (_of(32000, 256, dtype=BF16), PLACES, _of(8192, 256, dtype=BF16)),
+        32000 * 512 + 8192 * 512,
+    ),
+    "dynamic_slice": (
+        lambda x, i: lax.dynamic_slice(x, (i, 0), (256, 2048)),
+        (SQUARE, _of(dtype=I32)),
+        2 * 256 * 2048 * 4,
+    ),
+    "update": (
+        lambda x, u, i: lax.dynamic_update_slice(x, u, (i, 0)),
+        (SQUARE, _of(256, 2048), _of(dtype=I32)),
+        2 * 2048 * 2048 * 4,
+    ),
+    "cond": (
+        lambda p, x: lax.cond(p, lambda x: x @ x, lambda x: x + 1, x),
+        (_of(dtype=bool), SQUARE),
+        None,
+    ),
+    "switch": (
+        lambda i, x: lax.switch(i, [jnp.sin, lambda x: x @ x, jnp.transpose], x),
+        (_of(dtype=I32), SQUARE),
+        None,
+    ),
+    "while": (
+        lambda x: lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ x, x),
+        (SQUARE,),
+        None,
+    ),
+    "pure_callback": (
+        lambda x: jax.pure_callback(lambda x: x, _of(64, 128), x),
+        (_of(64, 128),),
+        0,
+    ),
+    "io_callback": (lambda x: io_callback(lambda x: x, _of(64, 128), x), (_of(64, 128),), 0),
+    "debug.print": (_print, (SQUARE,), None),
+    "normal": (_random(lambda key: jax.random.normal(key, (2048, 2048))), (KEY,), None),
+    "rbg": (
+        _random(lambda key: jax.random.bits(key, (2048, 2048)), impl="rbg"),
+        (_of(4, dtype=U32),),
+        None,
+    ),
+    "dropout": (
+        lambda data, x: x * jax.random.bernoulli(jax.random.wrap_key_data(data), 0.9, x.shape),
+        (KEY, SQUARE),
+        None,
+    ),
+    "fft": (jnp.fft.fft, (_of(256, 128, dtype=jnp.complex64),), None),
+    "cumsum": (lambda x: jnp.cumsum(x, -1), (SQUARE,), None),
+    "cumprod": (lambda x: jnp.cumprod(x, 0), (SQUARE,), None),
+    "associative_scan": (_recur, (_of(256, 512), _of(256, 512)), None),
+    "max pool": (
+        lambda x: POOL(
+            x, window_dimensions=(1, 2, 2, 1), window_strides=(1, 2, 2, 1), padding="VALID"
+        ),
+        (IMAGES,),
+        None,
+    ),
+    "max pool gradient": (
+        jax.grad(
+            lambda x: POOL(
+                x, window_dimensions=(1, 3, 3, 1), window_strides=(1, 2, 2, 1), padding="SAME"
+            ).sum()
+        ),
+        (_of(8, 28, 28, 128),),
+        None,
+    ),
+    "transpose": (lambda x: x.T + 0, (SQUARE,), None),
+    "pad": (lambda x: jnp.pad(x, ((3, 5), (7, 9))), (SQUARE,), None),
+    "reverse": (lambda x: x[::-1], (SQUARE,), None),
+    "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), (SQUARE, SQUARE), None),
+    "roll": (lambda x: jnp.roll(x, 17, 1), (SQUARE,), None),
+    "convert": (lambda x: x.astype(BF16), (SQUARE,), None),
+    "select": (lambda m, x: jnp.where(m, x, -1e9), (_of(2048, 2048, dtype=bool), SQUARE), None),
+    "thin product": (jnp.matmul, (THIN, WEIGHT), None),
+    "thin product, transposed": (lambda x, w: x @ w.T, (THIN, WEIGHT), None),
+    "matrix and vector": (lambda x, w: w @ x, (_of(4096, dtype=BF16), WEIGHT), None),
+    "two thin products": (lambda x, w, v: jax.nn.gelu(x @ w) @ v, (THIN, WEIGHT, WEIGHT), None),
+    "product": (jnp.matmul, (WEIGHT, WEIGHT), None),
+    "batch of products": (
+        jnp.matmul,
+        (_of(64, 512, 128, dtype=BF16), _of(64, 128, 512, dtype=BF16)),
+        None,
+    ),
+    "experts": (
+        lambda x, w: jnp.einsum("ecd,edf->ecf", x, w),
+        (_of(16, 8, 1024, dtype=BF16), _of(16, 1024, 1024, dtype=BF16)),
+        None,
+    ),
+    "int8 product": (
+        lambda x, w: lax.dot(x, w, preferred_element_type=I32),
+        (_of(2048, 2048, dtype=I8), _of(2048, 2048, dtype=I8)),
+        None,
+    ),
+    "fp8 product": (
+        lambda x, w: lax.dot(x, w, preferred_element_type=F32),
+        (_of(2048, 2048, dtype=FP8), _of(2048, 2048, dtype=FP8)),
+        None,
+    ),
+    "int4 product": (
+        lambda x, w: lax.dot(x, w, preferred_element_type=I32),
+        (_of(2048, 2048, dtype=INT4), _of(2048, 2048, dtype=INT4)),
+        2 * 2048 * 2048 // 2 + 2048 * 2048 * 4,
+    ),
+    "int8 weight": (
+        lambda x, w, s: (x @ w.astype(BF16)) * s,
+        (THIN, _of(4096, 4096, dtype=I8), _of(4096, dtype=BF16)),
+        None,
+    ),
+    "ragged_dot": (
+        lax.ragged_dot,
+        (_of(2048, 1024, dtype=BF16), _of(8, 1024, 1024, dtype=BF16), _of(8, dtype=I32)),
+        None,
+    ),
+    "convolution": (_convolve(1), (IMAGES, _of(3, 3, 128, 128, dtype=BF16)), None),
+    "strided convolution": (_convolve(2), (IMAGES, _of(3, 3, 128, 128, dtype=BF16)), None),
+    "dilated convolution": (
+        _convolve(1, rhs_dilation=(2, 2)),
+        (IMAGES, _of(3, 3, 128, 128, dtype=BF16)),
+        None,
+    ),
+    "grouped convolution": (
+        _convolve(1, feature_group_count=4),
+        (IMAGES, _of(3, 3, 32, 128, dtype=BF16)),
+        None,
+    ),
+    "depthwise convolution": (
+        _convolve(1, feature_group_count=128),
+        (IMAGES, _of(3, 3, 1, 128, dtype=BF16)),
+        None,
+    ),
+    "transposed convolution": (
+        lambda x, w: lax.conv_transpose(x, w, (2, 2), "SAME"),
+        (IMAGES, _of(3, 3, 128, 128, dtype=BF16)),
+        None,
+    ),
+    "cholesky": (jnp.linalg.cholesky, (_of(256, 256),), 0),
+    "qr": (jnp.linalg.qr, (_of(256, 256),), None),
+    "triangular_solve": (jax.scipy.linalg.solve_triangular, (_of(256, 256), _of(256, 64)), None),
+    "solve": (jnp.linalg.solve, (_of(256, 256), _of(256, 8)), None),
+    "kernel of small blocks": (_double(8), (_of(8192, 512),), None),
+    "kernel of large blocks": (_double(1024), (_of(8192, 512),), None),
+    "kernel with prefetched places": (
+        _double(8, prefetch=True),
+        (_of(1024, dtype=I32), _of(8192, 512)),
+        None,
+    ),
+    "softmax": (jax.nn.softmax, (_of(2048, 8192, dtype=BF16),), None),
+    "normalization": (
+        lambda x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),
+        (SQUARE,),
+        None,
+    ),
+    "sum": (jnp.sum, (SQUARE,), None),
+    "loss of a large vocabulary": (
+        jax.grad(_loss),
+        (_of(256, 32768, dtype=BF16), _of(512, 256, dtype=BF16), _of(512, dtype=I32)),
+        None,
+    ),
+    "attention of one token": (_attend, (_of(8, 8, 128, dtype=BF16), CACHE, CACHE), None),
+    "host offload": (lambda x: jax.device_put(x * 2, jax.memory.Space.Host), (SQUARE,), 0),
+}
+
+
+@functools.cache
+def _plan(name):
+    operation, arguments, _ = OPERATIONS[name]
+    return planner.plan(operation, *arguments, topology="v5e:1x1", cache=False)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_single_operation_keeps_the_limits(name):
+    plan = _plan(name)
+    chip, time = CHIPS["v5e"], plan.time
+    operation, arguments, needed = OPERATIONS[name]
+    if needed is None:
+        arrays = [*arguments, *jax.tree.leaves(jax.eval_shape(operation, *arguments))]
+        needed = sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in arrays)
+    assert time.hbm_bytes >= 0.999 * needed
+    assert time.step_s >= needed / chip.hbm_bytes_per_s
+    assert 0 <= plan.mfu <= 1  # of the peak of the product's own type
+    assert time.step_s > 0
+    assert time.low_s <= time.step_s <= time.high_s
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("sort", "sort"),
+        ("gather of numbers", "gather"),
+        ("segment_sum", "scatter"),
+        ("top_k", "custom call TopK"),
+        ("cond", "conditional"),
+        ("while", "one iteration of a loop of unknown length"),
+        ("io_callback", "callback to the host"),
+        ("debug.print", "callback to the host"),
+        ("qr", "custom call QrDecompositionBlock"),
+    ],
+)
+def test_what_is_guessed_is_listed_with_its_seconds_and_line(name, what):
+    plan = _plan(name)
+    (guess,) = (guess for guess in plan.time.guessed if guess.what == what)
+    assert 0 < guess.seconds <= plan.time.step_s
+    assert name == "qr" or guess.source.startswith(__file__)
