@@ -179,10 +179,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         headers = {}
         if self.owner.has_etags:
             headers["ETag"] = f'"{hashlib.md5(data).hexdigest()}"'
-        found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        found = re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", ""))
         if found is None or not self.owner.has_ranges:
             return 200, headers, data
-        start, last = map(int, found.groups())
+        first, last = found[1], int(found[2] or len(data))
+        start = int(first) if first else max(len(data) - last, 0)
+        last = last if first else len(data)
         condition = self.headers.get("If-Range", headers.get("ETag"))
         if self.owner.has_conditions and condition != headers.get("ETag"):
             return 200, headers, data
@@ -197,7 +199,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     ) -> tuple[int, dict[str, str], bytes]:
         found = re.fullmatch(r"(/download)?/storage/v1/b/([^/]+)(?:/o(?:/(.+))?)?", path)
         assert found is not None, path
-        is_download, bucket, name = found[1], found[2], unquote(found[3] or "")
+        is_download = found[1] or query.get("alt") == ["media"]
+        bucket, name = found[2], unquote(found[3] or "")
 
         def about(key: str) -> dict[str, str]:
             data = self.owner.objects[key]

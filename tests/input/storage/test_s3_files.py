@@ -117,11 +117,12 @@ def test_each_page_of_a_listing_has_its_own_attempts(tmp_path, moto, bucket, qui
     assert dataset.num_files == 5
 
 
-def test_patterns_that_mean_nothing_are_reported(tmp_path, moto, bucket):
+def test_patterns_and_folders_that_are_no_files_are_reported(tmp_path, moto, bucket):
     remote = options(tmp_path, moto)
     for url, complaint in (
         (f"s3://{bucket[0]}/a**/*.txt", r"`\*\*` stands for whole folders"),
-        ("s3://bucket*", r"only names in a bucket can be patterns"),
+        ("s3://bucket*/", r"s3://bucket\*/? is a folder"),
+        ("s3://bucket", r"s3://bucket is a folder. Pass the files in it, such as s3://bucket/\*"),
     ):
         with pytest.raises(ValueError, match=complaint):
             from_files(url, parse=parse_line, remote=remote)

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import traceback
 
+import grain
 import pytest
 
 from object_servers import CUT, STALL, WebServer
 from places import PYTHONPATH
-from remote_files import HALF, LINES, ids, options, parse_line
-from tpudist.input import RemoteOptions, from_files
+from remote_files import HALF, LINES, ids, options, parse_line, parse_record
+from tpudist.input import RemoteOptions, from_files, from_records
 
 pytest.importorskip("aiohttp", reason="needs the extra `remote`")
 pytest.importorskip("s3fs", reason="needs the extra `remote`")
@@ -36,7 +37,7 @@ def test_files_of_a_web_server_with_tls_are_read(tmp_path):
         dataset = from_files(f"{server.url}/d/*.txt", parse=parse_line, remote=remote)
         assert ids(dataset.batch(2)) == [0, 1, 2]
         assert all(x["Authorization"] == "Bearer secret" for x in server.headers)
-        with pytest.raises(ValueError, match=r"/d/0.txt cannot be read .*certificate"):
+        with pytest.raises(ValueError, match=r"/d/0.txt cannot be read .*certificate.*'ssl': ssl"):
             from_files(f"{server.url}/d/0.txt", parse=parse_line, remote=options(tmp_path))
 
 
@@ -110,6 +111,28 @@ def test_objects_of_gcs_are_read_with_their_generation(tmp_path):
             ids(dataset.batch(500))
 
 
+@pytest.mark.slow
+def test_array_record_objects_of_gcs_are_read_by_grain(tmp_path, monkeypatch):
+    pytest.importorskip("gcsfs", reason="needs the extra `remote`")
+    from array_record.python import array_record_module
+
+    path = tmp_path / "a.array_record"
+    writer = array_record_module.ArrayRecordWriter(str(path), "group_size:1")
+    for i in range(50):
+        writer.write(i.to_bytes(8, "little"))
+    writer.close()
+    with WebServer() as server:
+        server.objects["/bkt/a.array_record"] = path.read_bytes()
+        remote = gcs_options(tmp_path, server)
+        with pytest.raises(ValueError, match=r"gs://bkt/a.array_record cannot.*Grain reads gs:// "):
+            from_files("gs://bkt/*.array_record", parse=parse_record, remote=remote)
+        # The remedy of the error.
+        monkeypatch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", server.url)
+        source = grain.sources.ArrayRecordDataSource(["gs://bkt/a.array_record"])
+        dataset = from_records(source, parse_record).shuffle(0).batch(20)
+        assert sorted(ids(dataset)) == list(range(50))
+
+
 def gcs_options(folder, server, **changes):
     storage = {"endpoint_url": server.url, "token": "anon"}
     return options(folder, storage_options=storage, **changes)
@@ -170,7 +193,8 @@ import sys
 import tpudist
 from remote_files import options, parse_line
 from tpudist.input import from_files
-dataset = from_files(sys.argv[1], parse=parse_line, num_records=[500], remote=options(sys.argv[2]))
+remote = options(sys.argv[2], timeout_s=1e4)
+dataset = from_files(sys.argv[1], parse=parse_line, num_records=[500], remote=remote)
 batches = iter(tpudist.MirroredStrategy().experimental_distribute_dataset(dataset.batch(10)))
 next(batches)
 print("first batch", flush=True)

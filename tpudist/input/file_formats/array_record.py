@@ -23,10 +23,19 @@ class ArrayRecordFile:
         import grain
 
         if not isinstance(file, LocalFile):
+            remedy = (
+                "Copy the file to a local disk, mount the bucket (such as with Cloud Storage "
+                "FUSE), or use TFRecord or Parquet files."
+            )
+            if str(file).startswith("gs://"):
+                remedy += (
+                    " Grain reads gs:// itself, with the credentials of the environment, and does "
+                    "not notice objects that are replaced: "
+                    "from_records(grain.sources.ArrayRecordDataSource(urls), parse)."
+                )
             raise CannotRead(
-                f"{file} cannot be read in place: Grain's reader of ArrayRecord files opens local "
-                "paths only. Copy the file to a local disk, mount the bucket (Cloud Storage FUSE), "
-                "or use TFRecord or Parquet files."
+                f"{file} cannot be read in place: the reader of ArrayRecord files cannot read from "
+                f"Python. {remedy}"
             )
         path = self._path = file.path
         # The operating system has clearer errors than ArrayRecord, so read a byte.

@@ -79,6 +79,10 @@ class _Stores:
     def find(self, url: str) -> list[DataFile]:
         """Returns the objects of a URL or a pattern."""
         store = self._store(url)
+        path = url.partition("://")[2]
+        if "?" not in url and (path.endswith("/") or "/" not in path):
+            folder = store.public_url(url).rstrip("/")
+            raise ValueError(f"{folder} is a folder. Pass the files in it, such as {folder}/*.")
         if not store.has_pattern(url):
             return [RemoteFile(store, url, None, self._indexes)]
         matches = store.match(url)

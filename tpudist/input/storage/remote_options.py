@@ -12,17 +12,20 @@ class RemoteOptions:
 
     Attributes:
         storage_options: Options of the file system of fsspec, such as `{"anon": True}` for a public
-            bucket of S3, or `{"token": "anon"}` for one of Google Cloud Storage. Default: the
-            credentials and endpoints of the environment.
+            bucket of S3, `{"token": "anon"}` for one of Google Cloud Storage, or `{"endpoint_url":
+            "https://..."}` for another server with the interface of S3. Default: the credentials
+            and endpoints of the environment.
         index_folder: Folder for the positions of records of TFRecord and text files: a local path,
-            or the URL of a folder, such as one beside the data. Default: `tpudist/indexes` in
-            `XDG_CACHE_HOME`, which is `~/.cache` if it is not set.
+            or the URL of a folder, such as one next to the data. Default: `tpudist/indexes` in
+            `XDG_CACHE_HOME`, which is `~/.cache` if it is not set. In a local folder, positions
+            that were not used for 90 days are removed.
         max_requests: Number of requests that run at a time.
         max_attempts: Number of attempts of a request that fails for a reason that may pass: a
             server that is busy, a connection that is cut, a timeout.
-        timeout_s: Seconds for one attempt, in addition to one second for each MiB.
-        read_ahead_bytes: Bytes that each pass through the data may request before they are needed;
-            0 to request the examples of a batch only when it is made.
+        timeout_s: Seconds for one attempt, in addition to one second for each MiB. Each page of a
+            listing is a request of its own.
+        read_ahead_bytes: Most bytes that each pass through the data requests before they are
+            needed; 0 to request the examples of a batch only when it is made.
     """
 
     # May have keys and tokens, so it is not shown.

@@ -15,6 +15,7 @@ class Cause(enum.Enum):
     NO_CREDENTIALS = "no credentials"
     CHANGED = "changed"
     NO_RANGES = "no ranges"
+    NOT_TRUSTED = "not trusted"
     BUSY = "busy"
     UNREACHABLE = "unreachable"
     OTHER = "other"
@@ -112,6 +113,11 @@ def make_error(
             )
         case Cause.NO_RANGES:
             remedy = "Use a server that supports range requests, or copy the file to a local disk."
+        case Cause.NOT_TRUSTED:
+            remedy = (
+                "To trust a certificate authority of your own, pass RemoteOptions(storage_options="
+                "{'ssl': ssl.create_default_context(cafile=...)})."
+            )
         case Cause.BUSY:
             remedy = (
                 "Try again later, lower RemoteOptions(max_requests=...), or raise max_attempts."
@@ -123,4 +129,4 @@ def make_error(
         case Cause.OTHER:
             remedy = "Check the URL and RemoteOptions(storage_options=...)."
     attempts = f" in {num_attempts} attempts" if num_attempts > 1 else ""
-    return CannotRead(f"{what} from {host}{attempts}: {error}. {remedy}")
+    return CannotRead(f"{what} from {host}{attempts}: {str(error).rstrip('.')}. {remedy}")

@@ -73,7 +73,7 @@ class WebStore(ObjectStore):
         if isinstance(error, aiohttp.InvalidURL):  # its text has the URL, with the query
             return StoreError(Cause.OTHER, "the URL is not valid")
         if isinstance(error, aiohttp.ClientSSLError):
-            return StoreError(Cause.OTHER, describe_connection(error))
+            return StoreError(Cause.NOT_TRUSTED, describe_connection(error))
         if isinstance(error, aiohttp.ClientError):
             return StoreError(Cause.UNREACHABLE, describe_connection(error))
         return None
