@@ -24,6 +24,7 @@ from flax import nnx
 
 import tpudist
 from experiment.config import ModelOptions
+from maxtext_base import BASE
 from places import DATA, PROGRAMS, ROOT
 from tpudist import cli
 from tpudist.cli import reference, user_step
@@ -31,6 +32,7 @@ from tpudist.models import TransformerConfig, read_config
 from tpudist.models.presets import PRESETS, make_transformer
 from tpudist.planner import Candidate, Plan, SearchResult
 from tpudist.xla import topology
+from tpudist.xla.hardware import slices
 from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS
 
 STEPS = str(PROGRAMS / "steps_to_plan.py")
@@ -524,27 +526,43 @@ def test_the_loss_of_a_preset_is_chunked_if_chunks_divide_the_sequence():
         ({"loss_chunk": 0}, None),
     ):
         options = reference.ReferenceOptions(preset="llama-3.1-8b", **given)
-        assert reference.make_reference(options, 8).config.loss_chunk == chunk
+        assert reference.make_reference(options, slices.parse("v5e-8")).config.loss_chunk == chunk
 
 
 def test_a_model_folder_is_planned_from_only_its_configuration(tmp_path):
     shutil.copy(DATA / "pretrained" / "gemma2" / "config.json", tmp_path)
     options = reference.ReferenceOptions(hf=tmp_path, num_layers=3, sequence_length=2048)
-    found = reference.make_reference(options, 4)
+    found = reference.make_reference(options, slices.parse("v5e-4"))
     assert found.config == dataclasses.replace(read_config(tmp_path), remat="full", loss_chunk=1024)
     assert (found.length, found.global_batch) == (2048, 4)
-    shorter = reference.make_reference(reference.ReferenceOptions(hf=tmp_path), 4)
+    shorter = reference.make_reference(
+        reference.ReferenceOptions(hf=tmp_path), slices.parse("v5e-4")
+    )
     assert (shorter.length, shorter.config.loss_chunk) == (64, None)
 
 
 def test_a_folder_without_a_supported_model_is_a_usage_error(capsys, tmp_path):
     said = refusal(capsys, "--hf", str(tmp_path), step=None)
     assert "config.json does not exist" in said
-    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     said = refusal(capsys, "--hf", str(tmp_path), step=None)
-    assert "config.json says model_type: 'gpt2'" in said
+    assert "config.json says model_type: 'mamba'" in said
     said = refusal(capsys, "--hf", str(tmp_path), "--preset", "mistral-7b", step=None)
     assert "both choose a model" in said
+
+
+def test_a_step_of_maxtext_is_planned_with_its_axes(capsys, tmp_path):
+    (tmp_path / "base.yml").write_text(BASE)
+    arguments = (str(tmp_path / "base.yml"), "per_device_batch_size=2", "ici_tensor_parallelism=2")
+    options = reference.ReferenceOptions(maxtext=(*arguments, "quantization=int8"), num_layers=3)
+    found = reference.make_reference(options, slices.parse("v5e-8"))
+    assert (found.replica_axes, found.global_batch) == ({"fsdp": 4, "tensor": 2}, 16)
+    assert (found.config.num_layers, found.config.embed_dim) == (3, 2048)
+    assert "These keys of MaxText are not mapped: quantization=int8." in capsys.readouterr().err
+    said = refusal(capsys, "--maxtext", *arguments, "--preset", "mistral-7b", step=None)
+    assert "both choose a model" in said
+    said = refusal(capsys, "--maxtext", *arguments, "decoder_block=deepseek", step=None)
+    assert "decoder_block=deepseek" in said
 
 
 def test_weights_and_first_moments_have_the_dtypes_of_the_options():
@@ -552,7 +570,7 @@ def test_weights_and_first_moments_have_the_dtypes_of_the_options():
     moments = {}
     for mu_dtype in (None, "float32"):
         options = dataclasses.replace(options, mu_dtype=mu_dtype)
-        made = reference.make_reference(options, 1)
+        made = reference.make_reference(options, slices.parse("v5e-1"))
         candidate = Candidate("v5e-1", {}, "full", 1, jax.devices()[:1])
         _, _, (model, optimizer, _) = made.make_step(candidate)
         assert {x.dtype for x in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("bfloat16")}
@@ -564,7 +582,7 @@ def test_weights_and_first_moments_have_the_dtypes_of_the_options():
 def test_every_preset_can_be_chosen_and_every_size_is_a_field_of_the_config():
     choices = reference.ReferenceOptions.__annotations__["preset"]
     assert set(re.findall(r"'([^']+)'", choices)) == set(PRESETS)
-    own = {"preset", "hf", "batch_per_chip", "global_batch", "sequence_length"}
+    own = {"preset", "hf", "maxtext", "batch_per_chip", "global_batch", "sequence_length"}
     own |= {"optimizer", "optimizer_memory", "mu_dtype"}
     sizes = set(reference.ReferenceOptions.__annotations__) - own
     assert sizes <= set(TransformerConfig.__dataclass_fields__)

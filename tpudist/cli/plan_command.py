@@ -114,11 +114,15 @@ class _StepSource:
         tokens_per_step: Tokens of a global batch; None if the step reports them itself. The option
             overrides the step's own number, and this overrides the number of the reference.
         remat: Names of rematerialization to plan.
+        replica_axes: Axes inside a replica, if the options do not have any.
+        microbatches: Number of parts of a batch, if the options do not have it.
         calibration: Measured rates, if there are any.
     """
 
     def __init__(self, options: Options, slice_: Slice):
         self._user_step = options.step
+        self.replica_axes: dict[str, int] = {}
+        self.microbatches = 1
         self.calibration = find_calibration(
             options.calibration, options.calibrate, slice_.generation
         )
@@ -137,14 +141,16 @@ class _StepSource:
                 "--tokens-per-step is only for your own step. Omit it: the tokens of the reference "
                 "transformer are known."
             )
-        sized = reference.make_reference(options.model, slice_.num_chips)
-        model = options.model.preset if options.model.hf is None else options.model.hf
+        sized = reference.make_reference(options.model, slice_)
+        model = options.model.hf or " ".join(options.model.maxtext) or options.model.preset
         print_message(f"Planning {model}: {sized.describe()}.")
         self.make_step = sized.make_step
         self.tokens_per_step = sized.tokens_per_step
         # A search compares the two extremes; one plan uses the preset, as a training run would.
         defaults = ("none", "full") if options.search else (sized.config.remat,)
         self.remat = options.remat or defaults
+        self.replica_axes = sized.replica_axes
+        self.microbatches = sized.microbatches
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
@@ -182,9 +188,9 @@ def _plan(options: Options, source: _StepSource) -> int:
     with source.explain_errors():
         candidate = planner.Candidate(
             options.topology,
-            arguments.parse_axes(",".join(options.replica_axes)),
+            arguments.parse_axes(",".join(options.replica_axes)) or source.replica_axes,
             source.remat[0],
-            options.microbatches[0],
+            source.microbatches if options.microbatches == (1,) else options.microbatches[0],
             topology.devices(options.topology),
         )
         strategy, fn, args, *more = source.make_step(candidate)

@@ -13,15 +13,18 @@ import jax.numpy as jnp
 import optax
 import tyro
 
+from tpudist.cli.console import print_message
 from tpudist.cli.errors import WrongUse
 from tpudist.gradients.optimizer import Optimizer
-from tpudist.models import next_token_loss, read_config
+from tpudist.models import next_token_loss
 from tpudist.models.presets import PRESETS, Preset, make_transformer
-from tpudist.models.pretrained.hub_config import read_length
+from tpudist.models.pretrained.hub_config import read_planned
+from tpudist.models.pretrained.maxtext_config import MaxTextStep, read_maxtext
 from tpudist.models.transformer_config import TransformerConfig
 from tpudist.planner import Candidate, GlobalBatch
 from tpudist.strategies.tpu import TPUStrategy
 from tpudist.training import steps
+from tpudist.xla.hardware.slices import Slice
 
 _MAX_DEFAULT_LENGTH = 8192  # tokens of a sequence of a model in a folder, if it supports as many
 OPTIMIZERS = {
@@ -50,6 +53,10 @@ class ReferenceOptions:
     """Sizes of the model; tiny is the model of scripts/train.py."""
     hf: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Folder with a config.json, in place of a preset; weights are not needed."""
+    maxtext: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[FILE [KEY=VALUE ...]]", help_behavior_hint="")
+    ] = ()
+    """MaxText's base.yml and overrides, in place of a preset."""
     batch_per_chip: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Sequences per chip."""
     global_batch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
@@ -88,11 +95,11 @@ class ReferenceOptions:
     """Dtype of the parameters and of the optimizer state (default: float32)."""
     loss_chunk: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Number of positions whose logits are in memory at a time; 0 for all."""
-    optimizer: Literal["adamw", "adafactor", "sgd"] = "adamw"
-    """Optimizer; it determines the state of each parameter."""
+    optimizer: Literal["adamw", "adafactor", "sgd"] | None = None
+    """Optimizer; it determines the state of each parameter (default: adamw)."""
     mu_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the optimizer's first moments (default: --param-dtype)."""
-    optimizer_memory: Literal["device", "pinned_host"] = "device"
+    optimizer_memory: Literal["device", "pinned_host"] | None = None
     """Memory of the optimizer state between steps; pinned_host is the host's memory."""
 
 
@@ -107,6 +114,8 @@ class Reference:
         make_optimizer: Called without arguments; returns the Optax transformation.
         optimizer_memory: Memory kind of the optimizer state; None for device memory.
         mu_dtype: Dtype of the first moments; None for the dtype of the parameters.
+        replica_axes: Mesh axes inside a replica that the model's configuration has.
+        microbatches: Number of parts of a batch that it has.
     """
 
     config: TransformerConfig
@@ -115,6 +124,8 @@ class Reference:
     make_optimizer: Callable[[], optax.GradientTransformation]
     optimizer_memory: str | None = None
     mu_dtype: str | None = None
+    replica_axes: dict[str, int] = dataclasses.field(default_factory=dict)
+    microbatches: int = 1
 
     @property
     def tokens_per_step(self) -> int:
@@ -146,13 +157,18 @@ class Reference:
         return strategy, step, (model, optimizer, GlobalBatch(tokens))
 
 
-def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
+def make_reference(options: ReferenceOptions, slice_: Slice) -> Reference:
     """Returns the reference transformer in the sizes of the options.
 
     Raises:
         WrongUse: If the sizes do not form a model and a batch.
     """
-    preset = PRESETS[options.preset] if options.hf is None else _read_folder(options)
+    step = None
+    if options.maxtext:
+        step = _read_maxtext(options, slice_)
+        preset = Preset(step.config, step.length, 1, options.maxtext[0])
+    else:
+        preset = PRESETS[options.preset] if options.hf is None else _read_folder(options)
     # Options with the name of a field of the model override it; the others are sizes of the batch.
     names = {field.name for field in dataclasses.fields(TransformerConfig)}
     sizes = {
@@ -183,10 +199,35 @@ def make_reference(options: ReferenceOptions, num_chips: int) -> Reference:
     batch = options.global_batch
     if batch is None:
         per_chip = options.batch_per_chip
-        batch = num_chips * (preset.batch_per_chip if per_chip is None else per_chip)
-    memory = None if options.optimizer_memory == "device" else options.optimizer_memory
-    make_optimizer = OPTIMIZERS[options.optimizer]
-    return Reference(config, batch, length, make_optimizer, memory, options.mu_dtype)
+        batch = slice_.num_chips * (preset.batch_per_chip if per_chip is None else per_chip)
+        if step is not None and per_chip is None:
+            batch = step.global_batch
+    memory = options.optimizer_memory or (step and step.optimizer_memory) or "device"
+    optimizer = options.optimizer or (step and step.optimizer) or "adamw"
+    return Reference(
+        config,
+        batch,
+        length,
+        OPTIMIZERS[optimizer],
+        None if memory == "device" else memory,
+        options.mu_dtype or (step and step.mu_dtype),
+        step.replica_axes if step else {},
+        step.microbatches if step else 1,
+    )
+
+
+def _read_maxtext(options: ReferenceOptions, slice_: Slice) -> MaxTextStep:
+    if options.preset != "tiny" or options.hf is not None:
+        raise WrongUse(
+            f"--maxtext {options.maxtext[0]} and --preset or --hf both choose a model. Pass one."
+        )
+    try:
+        step = read_maxtext(options.maxtext, slice_.num_devices, slice_.num_slices)
+    except (ValueError, OSError) as error:
+        raise WrongUse(str(error)) from error
+    if step.unmapped:
+        print_message(f"These keys of MaxText are not mapped: {', '.join(step.unmapped)}.")
+    return step
 
 
 def _read_folder(options: ReferenceOptions) -> Preset:
@@ -197,10 +238,12 @@ def _read_folder(options: ReferenceOptions) -> Preset:
         )
     assert options.hf is not None
     try:
-        config = dataclasses.replace(read_config(options.hf), remat="full", loss_chunk=1024)
-        max_length = read_length(options.hf)
+        config, max_length, note = read_planned(options.hf)
     except (ValueError, OSError) as error:
         raise WrongUse(str(error)) from error
+    if note:
+        print_message(f"{options.hf / 'config.json'}: {note}.")
+    config = dataclasses.replace(config, remat="full", loss_chunk=1024)
     return Preset(
         config, min(max_length or _MAX_DEFAULT_LENGTH, _MAX_DEFAULT_LENGTH), 1, str(options.hf)
     )

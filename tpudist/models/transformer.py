@@ -24,6 +24,7 @@ from tpudist.models.parts import attention, experts, pipeline, remat, rotary
 from tpudist.models.parts.activation import activate, activation_product
 from tpudist.models.parts.embedding import lookup
 from tpudist.models.parts.logical import axes, constrain, split_over
+from tpudist.models.parts.norm import add_norm, normalize
 from tpudist.models.transformer_config import TransformerConfig
 
 __all__ = ["Blocks", "Transformer", "TransformerConfig"]
@@ -42,7 +43,11 @@ class Transformer(nnx.Module):
         vocab, embed = config.vocabulary, config.embed_dim
         self.embedding = _weight(config, rngs, 1.0, vocab=vocab, embed=embed)
         self.blocks = Blocks(config, rngs=rngs)
-        self.final_norm = _norm_scale(config, embed=embed)
+        add_norm(self, "final_norm", config, embed=embed)
+        if config.learned_positions is not None:
+            self.positions = _weight(
+                config, rngs, 1.0, position=config.learned_positions, embed=embed
+            )
         if not config.tied:
             self.unembedding = _weight(config, rngs, embed**-0.5, embed=embed, vocab=vocab)
 
@@ -61,8 +66,19 @@ class Transformer(nnx.Module):
         x = lookup(table, tokens)
         if (scale := self.config.embedding_scale) is not None:
             x = x * jnp.asarray(scale, x.dtype)
+        if self.config.learned_positions is not None:
+            x = x + self._positions(x.shape[1]).astype(x.dtype)
         x, routing = self.blocks(constrain_residual(x))
-        return _rms_norm(x, self.final_norm[...], self.config), routing
+        return normalize(x, _values(self), "final_norm", self.config), routing
+
+    def _positions(self, length: int) -> jax.Array:
+        most = self.config.learned_positions
+        if most is None or length > most:
+            raise ValueError(
+                f"A sequence has {length} tokens, but the model has learned_positions={most}. Use "
+                f"at most {most} tokens."
+            )
+        return self.positions[:length]
 
     def output_weight(self) -> jax.Array:
         """Returns the matrix `[embed, vocabulary]` from `hidden` to logits."""
@@ -103,7 +119,10 @@ class Blocks(nnx.Module):
         # number of additions to the residual stream, two per layer, so that depth does not make it
         # grow.
         std_into, std_back = embed**-0.5, (2 * layers) ** -0.5
-        self.attention_norm = _norm_scale(config, layers=layers, embed=embed)
+        add = functools.partial(add_norm, self, config=config, layers=layers)
+        if config.norm_inputs:
+            add("attention_norm", embed=embed)
+            add("mlp_norm", embed=embed)
         if config.kv_heads == config.num_heads:
             self.attention_in = _weight(
                 config, rngs, std_into, layers=layers, embed=embed, query_key_value=3, **query
@@ -118,17 +137,23 @@ class Blocks(nnx.Module):
             if config.biased:
                 self.query_bias = _zeros(config, layers=layers, **query)
                 self.key_value_bias = _zeros(config, layers=layers, key_value=2, **key)
-        if config.norm_heads:
-            self.query_norm = _norm_scale(config, layers=layers, head_dim=config.head_dim)
-            self.key_norm = _norm_scale(config, layers=layers, head_dim=config.head_dim)
+        if config.norm_heads or config.norm_projections:
+            add(
+                "query_norm",
+                **(query if config.norm_projections else {"head_dim": config.head_dim}),
+            )
+            add("key_norm", **(key if config.norm_projections else {"head_dim": config.head_dim}))
+        if config.attention_sinks:
+            self.sinks = _zeros(config, layers=layers, heads=config.num_heads)
         from_heads = (config.num_heads * config.head_dim) ** -0.5
         self.attention_out = _weight(
             config, rngs, std_back * from_heads, layers=layers, **query, embed=embed
         )
+        if config.biased_outputs:
+            self.attention_out_bias = _zeros(config, layers=layers, embed=embed)
         if config.norm_outputs:
-            self.attention_out_norm = _norm_scale(config, layers=layers, embed=embed)
-            self.mlp_out_norm = _norm_scale(config, layers=layers, embed=embed)
-        self.mlp_norm = _norm_scale(config, layers=layers, embed=embed)
+            add("attention_out_norm", embed=embed)
+            add("mlp_out_norm", embed=embed)
         # The branches (gate, up) come first: as the second-last dim, of size 2, they would waste
         # most of each tile of a TPU.
         branches, outer = {"branches": 2 if config.gated else 1}, {"layers": layers}
@@ -138,11 +163,16 @@ class Blocks(nnx.Module):
             self.router = _weight(
                 config, rngs, std_into, **outer, embed=embed, router=config.num_experts
             )
+            if config.biased_mlp:
+                self.router_bias = _zeros(config, **outer, router=config.num_experts)
             outer["expert"] = config.num_experts
             self.mlp_in = _weight(config, rngs, std_into, **outer, embed=embed, **branches, mlp=mlp)
         else:
             self.mlp_in = _weight(config, rngs, std_into, **outer, **branches, embed=embed, mlp=mlp)
         self.mlp_out = _weight(config, rngs, std_back * mlp**-0.5, **outer, mlp=mlp, embed=embed)
+        if config.biased_mlp:
+            self.mlp_in_bias = _zeros(config, **outer, **branches, mlp=mlp)
+            self.mlp_out_bias = _zeros(config, **outer, embed=embed)
         self.adapter_scale: float | None = None  # see `tpudist.models.lora`
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, experts.Routing | None]:
@@ -157,19 +187,19 @@ class Blocks(nnx.Module):
         def block(state, weights, rotations):
             x, routing = state
             x = checkpoint_name(x, "layer_input")
-            out = _rms_norm(x, weights["attention_norm"], config)
+            out = normalize(x, weights, "attention_norm", config) if config.norm_inputs else x
             out = _attention(out, weights, rotations, config, adapter_scale, order is not None)
             if config.norm_outputs:
-                out = _rms_norm(out, weights["attention_out_norm"], config)
+                out = normalize(out, weights, "attention_out_norm", config)
             x = constrain_residual(x + checkpoint_name(out, "attention_out"))
-            out = _rms_norm(x, weights["mlp_norm"], config)
+            out = normalize(x, weights, "mlp_norm", config) if config.norm_inputs else x
             if config.num_experts:
                 out, added = experts.mlp(out, weights, config)
                 routing = jax.tree.map(lambda a, b: a + b / config.num_layers, routing, added)
             else:
                 out = _mlp(out, weights, config, adapter_scale)
             if config.norm_outputs:
-                out = _rms_norm(out, weights["mlp_out_norm"], config)
+                out = normalize(out, weights, "mlp_out_norm", config)
             return constrain_residual(x + checkpoint_name(out, "mlp_out")), routing
 
         block = remat.apply(block, config.remat, platform=attention.platform())
@@ -178,7 +208,7 @@ class Blocks(nnx.Module):
         # Means over the layers, added up in the carry, so they start at 0.
         zeros = jnp.zeros(x.shape[:1], jnp.float32)
         state = (x, experts.Routing(zeros, zeros) if config.num_experts else None)
-        weights = {name: value[...] for name, value in vars(self).items() if _is_param(value)}
+        weights = _values(self)
         if config.layers_with_window is not None:
             # A value per layer, so the scan gives each block its own, like a weight.
             weights["has_window"] = jnp.asarray(config.layers_with_window)
@@ -198,8 +228,9 @@ def _sequence(x: jax.Array) -> str | None:
     return "sequence" if split_over("sequence", x.shape[1]) else None
 
 
-def _is_param(value: object) -> bool:
-    return isinstance(value, nnx.Param)
+def _values(module: nnx.Module) -> dict[str, jax.Array]:
+    """Returns the parameters of a module itself, by name."""
+    return {name: x[...] for name, x in vars(module).items() if isinstance(x, nnx.Param)}
 
 
 def _weight(config: TransformerConfig, rngs: nnx.Rngs, std: float, **dims: int) -> nnx.Param:
@@ -208,25 +239,8 @@ def _weight(config: TransformerConfig, rngs: nnx.Rngs, std: float, **dims: int) 
     return nnx.Param(value.astype(config.param_dtype), **axes(*dims))
 
 
-def _norm_scale(config: TransformerConfig, **dims: int) -> nnx.Param:
-    if config.norm_offset:
-        return _zeros(config, **dims)
-    ones = jnp.ones(tuple(dims.values()), config.param_dtype)
-    return nnx.Param(ones, **axes(*dims))
-
-
 def _zeros(config: TransformerConfig, **dims: int) -> nnx.Param:
     return nnx.Param(jnp.zeros(tuple(dims.values()), config.param_dtype), **axes(*dims))
-
-
-def _rms_norm(x: jax.Array, scale: jax.Array, config: TransformerConfig) -> jax.Array:
-    x32 = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
-    inverse = jax.lax.rsqrt(mean_square + config.norm_epsilon)
-    if config.norm_offset:
-        scale = 1 + scale.astype(jnp.float32)
-    # Rounded once, after the scale.
-    return (x32 * inverse * scale).astype(x.dtype)
 
 
 def _project(x: jax.Array, weight: jax.Array, num_dims: int = 1, heads: bool = False) -> jax.Array:
@@ -254,7 +268,9 @@ def _rotations(
     length: int, config: TransformerConfig, order: attention.RingOrder | None
 ) -> tuple[rotary.Rotation, ...]:
     """Returns the rotation for layers without a window, and for layers with one if it differs."""
-    width, local = config.head_dim, config.local_rotary_base
+    if config.learned_positions is not None:
+        return ()
+    width, local = config.rotary_width or config.head_dim, config.local_rotary_base
     positions = None if order is None else order.positions(length)
     usual = rotary.rotation(length, width, config.rotary_base, config.rotary_scaling, positions)
     if order is not None:  # tables of a long sequence are split as the sequence is
@@ -314,13 +330,14 @@ def _attention(
     adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale, heads=True)
     query = adapt(query, x, name="q_proj")
     key, value = adapt(key, x, name="k_proj"), adapt(value, x, name="v_proj")
-    if config.norm_heads:
-        query = _rms_norm(query, weights["query_norm"], config)
-        key = _rms_norm(key, weights["key_norm"], config)
+    if config.norm_heads or config.norm_projections:
+        query = normalize(query, weights, "query_norm", config)
+        key = normalize(key, weights, "key_norm", config)
     has_window = weights.get("has_window")
-    rotation = _rotation_of_layer(rotations, has_window)
-    query = checkpoint_name(rotary.rotate(query, rotation), "query")
-    key = checkpoint_name(rotary.rotate(key, rotation), "key")
+    if rotations:
+        rotation = _rotation_of_layer(rotations, has_window)
+        query, key = rotary.rotate(query, rotation), rotary.rotate(key, rotation)
+    query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
     value = checkpoint_name(value, "value")
     attended = attention.attend(  # [batch, length, heads, head_dim]
         query,
@@ -332,8 +349,11 @@ def _attention(
         scores=attention.Scores(config.query_scale, config.attention_cap, config.attention_window),
         has_window=has_window,
         is_in_ring_order=is_in_ring_order,
+        sinks=weights.get("sinks"),
     )
     out = _project(attended, weights["attention_out"], num_dims=2, heads=True)
+    if config.biased_outputs:
+        out += weights["attention_out_bias"].astype(out.dtype)
     return adapt(out, attended, name="o_proj", num_dims=2)
 
 
@@ -348,15 +368,21 @@ def _mlp(
     branches = [_project(x, weight) for weight in weights["mlp_in"]]
     names = ("gate_proj", "up_proj")[-len(branches) :]  # without a gate, only `up_proj`
     branches = [adapt(y, x, name=name) for y, name in zip(branches, names, strict=True)]
+    if config.biased_mlp:
+        branches = [
+            y + b.astype(y.dtype) for y, b in zip(branches, weights["mlp_in_bias"], strict=True)
+        ]
     branches = [constrain(y, "batch", _sequence(x), "mlp") for y in branches]
     branches = tuple(checkpoint_name(y, "mlp_in") for y in branches)
     # `activation_product` computes its backward pass in place, in pieces of the sequence. It needs
     # a whole sequence, and supports no adapter of `down_proj`.
     has_adapter = "down_proj_lora_a" in weights
     if attention.platform() == "tpu" and not _sequence(x) and not has_adapter:
-        return activation_product(branches, weights["mlp_out"].astype(x.dtype), config.gelu)
-    hidden = activate(*branches, gelu=config.gelu)
-    return adapt(_project(hidden, weights["mlp_out"]), hidden, name="down_proj")
+        out = activation_product(branches, weights["mlp_out"].astype(x.dtype), config.gelu)
+    else:
+        hidden = activate(*branches, gelu=config.gelu)
+        out = adapt(_project(hidden, weights["mlp_out"]), hidden, name="down_proj")
+    return out + weights["mlp_out_bias"].astype(out.dtype) if config.biased_mlp else out
 
 
 def _adapt(

@@ -13,6 +13,7 @@ _COUNTS = (
     *("vocabulary", "num_layers", "embed_dim", "num_heads", "mlp_dim", "num_kv_heads"),
     *("head_width", "loss_chunk", "splash_block", "splash_backward_block"),
     *("attention_window", "experts_per_token", "pipeline_stages", "pipeline_microbatches"),
+    *("learned_positions", "rotary_width"),
 )
 
 
@@ -58,22 +59,38 @@ class TransformerConfig:
     """Stretching of the rotary positions (`tpudist.models.parts.rotary_stretch`)."""
     local_rotary_base: float | None = None
     """Base in layers with a window, which are not stretched; None for the base of other layers."""
+    rotary_width: int | None = None
+    """Number of the first dims of a head that rotary positions turn, even; None for all."""
+    learned_positions: int | None = None
+    """Number of learned positions, added to the embeddings; None for rotary positions."""
     gelu: bool = False
     """Whether gated MLPs use GELU (GeGLU) instead of SiLU (SwiGLU)."""
+    norm: Literal["rms", "layer"] = "rms"
+    """Kind of the norms: RMSNorm, or LayerNorm with a bias."""
     norm_epsilon: float = 1e-6
-    """Number that RMS norms add to the mean square."""
+    """Number that norms add to the mean square."""
     norm_offset: bool = False
     """Whether RMS norms multiply by 1 plus their parameters, instead of by the parameters."""
     norm_outputs: bool = False
     """Whether to normalize outputs of attention and MLP before the residual stream adds them."""
+    norm_inputs: bool = True
+    """Whether to normalize inputs of attention and MLP."""
     norm_heads: bool = False
     """Whether to normalize the queries and keys of each head, before their rotation."""
+    norm_projections: bool = False
+    """Whether to normalize the queries of all heads of a token together, and its keys."""
     biased: bool = False
     """Whether queries, keys and values have a bias."""
+    biased_outputs: bool = False
+    """Whether the projection after attention has a bias."""
+    biased_mlp: bool = False
+    """Whether the matrices of the MLP have biases; with experts, also their router."""
     query_scale: float | None = None
     """Factor of the queries; None for `head_dim ** -0.5`."""
     attention_cap: float | None = None
     """Bound of the absolute scores of attention, by a tanh; None for no bound."""
+    attention_sinks: bool = False
+    """Whether each head has a learned score that takes a share of the softmax (gpt-oss)."""
     attention_window: int | None = None
     """Number of positions that a token attends to, including itself; None for all before it."""
     layers_with_window: tuple[bool, ...] | None = None
@@ -132,6 +149,7 @@ class TransformerConfig:
                 f"{self.num_kv_heads} keys and values equally. Use one of {fits}."
             )
         _check_window(self)
+        _check_alternatives(self)
         for name in ("attention_cap", "output_cap", "norm_epsilon", "swiglu_limit"):
             value = values[name]
             if value is not None and not value > 0:
@@ -173,4 +191,29 @@ def _check_window(config: TransformerConfig) -> None:
         raise ValueError(
             f"layers_with_window has {len(layers)} entries, one for each layer, but "
             f"num_layers={config.num_layers}. Pass one entry for each layer."
+        )
+
+
+def _check_alternatives(config: TransformerConfig) -> None:
+    """Checks fields that exclude each other."""
+    if config.norm_heads and config.norm_projections:
+        raise ValueError(
+            "norm_heads=True and norm_projections=True both normalize the queries and keys: of "
+            "each head, or of all heads together. Pass one of them."
+        )
+    if not (config.norm_inputs or config.norm_outputs):
+        raise ValueError(
+            "norm_inputs=False needs norm_outputs=True: without any norm, the residual stream "
+            "would grow without bound. Pass norm_outputs=True."
+        )
+    if (width := config.rotary_width) is not None and (width % 2 or width > config.head_dim):
+        raise ValueError(
+            f"rotary_width={width} must be even and at most the width of a head, "
+            f"{config.head_dim}: rotary positions turn pairs of dims. Use "
+            f"{min(width + width % 2, config.head_dim)}, or None for all dims."
+        )
+    if config.swiglu_limit is not None and not (config.num_experts and config.gated):
+        raise ValueError(
+            f"swiglu_limit={config.swiglu_limit} is only for gated experts, but this model has "
+            f"num_experts={config.num_experts} and gated={config.gated}. Omit swiglu_limit."
         )

@@ -34,6 +34,7 @@ def causal_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     block: int | None = None,
     backward_block: int | None = None,
@@ -49,6 +50,7 @@ def causal_attention(
         query: `[batch, length, heads, width]`, on one device.
         key: `[batch, length, kv_heads, width]`; `heads` is a multiple of `kv_heads`.
         value: Same shape as `key`.
+        sinks: `[heads]`, a score without a value in the softmax of each query; None for none.
         block: Rows and columns of a tile, a multiple of 128; by default chosen by the length.
         backward_block: Keys per part of the backward pass, a multiple of `block`; by default
             chosen by the length.
@@ -76,7 +78,12 @@ def causal_attention(
         jnp.moveaxis(jnp.pad(x, pads) if padding else x, 2, 1) for x in (query, key, value)
     )
     options = _Options(heads, block, backward_block, name, interpret, cap, window)
-    out: Any = jax.vmap(_kernel(length + padding, options))(query, key, value)
+    kernel = _kernel(length + padding, options)
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> Any:
+        return kernel(query, key, value, sinks=sinks)
+
+    out: Any = jax.vmap(attend, in_axes=(0, 0, 0, None))(query, key, value, sinks)
     out = jnp.moveaxis(out, 1, 2)
     return out[:, :length] if padding else out
 

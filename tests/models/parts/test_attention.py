@@ -395,7 +395,7 @@ def test_attend_rejects_unsupported_arguments():
             attention.attend(*inputs, method="ring")
 
 
-def by_hand(query, key, value, scale, cap, window):
+def by_hand(query, key, value, scale, cap, window, sinks=None):
     """Computes attention in float64, one query at a time."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     out = np.zeros(query.shape)
@@ -405,8 +405,9 @@ def by_hand(query, key, value, scale, cap, window):
         keys, values = (x[b, first : i + 1, h // group] for x in (key, value))
         scores = keys @ query[b, i, h] * scale
         scores = scores if cap is None else cap * np.tanh(scores / cap)
-        share = np.exp(scores - scores.max())
-        out[b, i, h] = share @ values / share.sum()
+        share = np.exp(scores)
+        rest = 0 if sinks is None else np.exp(np.float64(sinks[h]))
+        out[b, i, h] = share @ values / (share.sum() + rest)
     return out
 
 
@@ -443,7 +444,51 @@ def test_splash_attention_supports_the_same_scores(has_window):
     assert_same(got, want, 2e-5)
 
 
+SINKS = jnp.asarray([0.5, -1.0, 2.0, 0.0])
+
+
+def test_sinks_take_a_share_of_the_softmax():
+    inputs = query_key_value(heads=4, kv_heads=2)
+    found = jax.jit(functools.partial(attention.attend, method="dot_product"))(*inputs, sinks=SINKS)
+    want = by_hand(*inputs, 8**-0.5, None, None, SINKS)
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [None, {"fsdp": 2, "tensor": 2}])
+def test_splash_attention_has_the_same_sinks(axes):
+    """Values and gradients, also of the sinks, in a layer with and without a window."""
+    inputs = (*query_key_value(2, 200, 4, 2), SINKS)
+
+    def run(method, has_window):
+        def attend(query, key, value, sinks):
+            return attention.attend(
+                *(query, key, value),
+                method=method,
+                scores=attention.Scores(window=70),
+                has_window=jnp.asarray(has_window),
+                sinks=sinks,
+            )
+
+        out, back = jax.vjp(attend, *inputs)
+        return out, *back(jnp.cos(out))
+
+    def both(method):
+        return *run(method, True), *run(method, False)
+
+    want = jax.jit(functools.partial(both, "dot_product"))()
+    if axes is None:
+        assert_same(jax.jit(functools.partial(both, "splash"))(), want, 2e-5)
+        return
+    mesh = mesh_of(**axes)
+    rules = [rule for rule in RULES if rule[1] in axes]
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+        assert_same(within(mesh, functools.partial(both, "splash"))(), want, 2e-5)
+
+
 def test_ring_attention_rejects_scores_that_it_does_not_support():
-    inputs = query_key_value()
+    inputs = query_key_value(heads=4)
+    with pytest.raises(ValueError, match="the scores of this model use sinks.*replica_axes"):
+        attention.attend(*inputs, method="ring", sinks=SINKS)
     with pytest.raises(ValueError, match="the scores of this model use cap, window.*replica_axes"):
         attention.attend(*inputs, method="ring", scores=attention.Scores(cap=3.0, window=2))

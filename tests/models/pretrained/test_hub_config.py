@@ -123,7 +123,7 @@ def test_a_missing_key_has_the_default_of_its_family(name, changes, expected):
 @pytest.mark.parametrize(
     ("name", "changes", "key"),
     [
-        ("llama", {"model_type": "gpt2"}, "model_type"),
+        ("llama", {"model_type": "mamba"}, "model_type"),
         ("llama", {"model_type": "gemma3"}, "model_type"),  # with images
         ("llama", {"model_type": ...}, "model_type"),
         ("llama", {"hidden_size": ...}, "hidden_size"),
@@ -131,7 +131,7 @@ def test_a_missing_key_has_the_default_of_its_family(name, changes, expected):
         ("llama", {"mlp_bias": True}, "mlp_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters"),
+        ("llama", {"rope_parameters": {"rope_type": "mrope"}}, "rope_parameters"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types"),

@@ -26,7 +26,7 @@ from tpudist.models.parts.logical import automatic_axes, inner_axes, split_over
 from tpudist.programs.rows.row_kernels import rowwise
 from tpudist.xla import splash_attention
 
-Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Kernel = Callable[..., jax.Array]  # of queries, keys, values and perhaps sinks
 _NAME = "attention"  # for remat policies
 
 
@@ -57,6 +57,7 @@ def attend(
     scores: Scores = Scores(),
     has_window: jax.Array | None = None,
     is_in_ring_order: bool = False,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Returns causal attention `[batch, length, heads, width]`.
 
@@ -71,6 +72,8 @@ def attend(
         has_window: Boolean `[]`, perhaps traced by a scan over layers: whether the window of
             `scores` applies. None means that it applies.
         is_in_ring_order: Whether the positions have the order of `choose_ring_order`.
+        sinks: `[heads]`, a score that takes a share of the softmax of each query and has no value;
+            None for none.
 
     Raises:
         ValueError: If the method is unknown or does not support these scores.
@@ -79,21 +82,22 @@ def attend(
     if method == "auto":
         method = choose_method(length)
     if method == "dot_product":
-        out = _dot_product(query, key, value, scores, has_window)
+        out = _dot_product(query, key, value, scores, has_window, sinks)
         return checkpoint_name(out, _NAME)
     # The other methods name the tensors that their backward passes need, for `remat`. A name for
     # the result here would save it a second time.
     if method == "ring":
-        _check_ring(scores)
+        _check_ring(scores, sinks)
         return _ring(query, key, value, splash_block, splash_backward_block, is_in_ring_order)
     if method == "splash":
         run = functools.partial(_splash, block=splash_block, backward_block=splash_backward_block)
         windowed = functools.partial(run, scores=scores)
+        arrays = (query, key, value) if sinks is None else (query, key, value, sinks)
         if has_window is None:
-            return windowed(query, key, value)
+            return windowed(*arrays)
         # The mask is a part of the kernel, so each kind of layer needs its own.
         whole = functools.partial(run, scores=scores.without_window())
-        return jax.lax.cond(has_window, windowed, whole, query, key, value)
+        return jax.lax.cond(has_window, windowed, whole, *arrays)
     raise ValueError(f"attention={method!r}: it must be 'auto', 'dot_product', 'splash' or 'ring'.")
 
 
@@ -121,11 +125,13 @@ def _dot_product(
     value: jax.Array,
     scores: Scores,
     has_window: jax.Array | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    """Returns attention by matrix products; JAX has a function for that, but without a cap."""
+    """Returns attention by matrix products; JAX has a function for that without a cap and sinks."""
     # Three cases, from the fastest to the most general: JAX's function with its own mask, the same
     # with an explicit mask, and products that can be capped between scaling and masking.
-    if scores.cap is None and has_window is None:
+    is_plain = scores.cap is None and sinks is None
+    if is_plain and has_window is None:
         local = None if scores.window is None else (scores.window - 1, 0)
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, scale=scores.scale, local_window_size=local
@@ -136,7 +142,7 @@ def _dot_product(
     if scores.window is not None:
         within = distance < scores.window
         mask &= within if has_window is None else within | ~has_window
-    if scores.cap is None:
+    if is_plain:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, scale=scores.scale)
     grouped = query.reshape(batch, length, key.shape[2], -1, width)
     products = jnp.einsum("bqkgd,bskd->bkgqs", grouped, key, preferred_element_type=jnp.float32) * (
@@ -144,8 +150,14 @@ def _dot_product(
     )
     # Masked after the cap, which would turn -inf into -cap. Every query sees at least itself, so no
     # row is only -inf.
-    capped = jnp.where(mask, scores.cap * jnp.tanh(products / scores.cap), -jnp.inf)
-    share = jax.nn.softmax(capped, axis=-1).astype(value.dtype)
+    if scores.cap is not None:
+        products = scores.cap * jnp.tanh(products / scores.cap)
+    masked = jnp.where(mask, products, -jnp.inf)
+    if sinks is not None:
+        sink = sinks.astype(masked.dtype).reshape(1, key.shape[2], -1, 1, 1)
+        sink = jnp.broadcast_to(sink, (*masked.shape[:-1], 1))
+        masked = jnp.concatenate((masked, sink), axis=-1)
+    share = jax.nn.softmax(masked, axis=-1)[..., :length].astype(value.dtype)
     return jnp.einsum("bkgqs,bskd->bqkgd", share, value).reshape(batch, length, heads, width)
 
 
@@ -153,6 +165,7 @@ def _splash(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    *sinks: jax.Array,
     block: int | None,
     backward_block: int | None,
     scores: Scores,
@@ -168,12 +181,12 @@ def _splash(
         cap=scores.cap,
         window=scores.window,
     )
-    return _run_on_each_device(kernel, query, key, value, sequence=())
+    return _run_on_each_device(kernel, query, key, value, *sinks, sequence=())
 
 
-def _check_ring(scores: Scores) -> None:
-    if scores != Scores():
-        unsupported = [name for name, value in vars(scores).items() if value is not None]
+def _check_ring(scores: Scores, sinks: jax.Array | None) -> None:
+    options = {**vars(scores), "sinks": sinks}
+    if unsupported := [name for name, value in options.items() if value is not None]:
         raise ValueError(
             "Ring attention, for a sequence that a mesh axis splits, supports only plain scores; "
             f"the scores of this model use {', '.join(unsupported)}. Split the batch or the heads "
@@ -292,12 +305,13 @@ def _run_on_each_device(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *,
+    *sinks: jax.Array,
     sequence: tuple[str, ...],
 ) -> jax.Array:
     """Runs `kernel` on the share of each device: of batch, heads, and with a ring the sequence."""
     run = functools.partial(_run_on_each_share, kernel, sequence)
-    return rowwise(run)(query, key, value)  # rows are independent of each other
+    in_dims = (0, 0, 0, *(None for _ in sinks))
+    return rowwise(run, in_dims=in_dims)(query, key, value, *sinks)  # rows are independent
 
 
 def _run_on_each_share(
@@ -306,10 +320,11 @@ def _run_on_each_share(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    *sinks: jax.Array,
 ) -> jax.Array:
     inner = inner_axes()
     if not inner:
-        return kernel(query, key, value)
+        return kernel(query, key, value, *sinks)
     heads = split_over("heads", query.shape[2])
     num_parts, num_keys = math.prod(inner[axis] for axis in heads), key.shape[2]
     if num_keys % num_parts:
@@ -326,8 +341,8 @@ def _run_on_each_share(
     )
     return jax.shard_map(
         kernel,
-        in_specs=(spec, spec, spec),
+        in_specs=(spec, spec, spec, *(PartitionSpec(heads or None) for _ in sinks)),
         out_specs=spec,
         axis_names=set(automatic_axes()),
         check_vma=False,
-    )(query, key, value)
+    )(query, key, value, *sinks)

@@ -48,7 +48,12 @@ def rotation(
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """Returns `x` `[batch, length, heads, width]`, rotated in float32."""
+    """Returns `x` `[batch, length, heads, width]`, rotated in float32.
+
+    A rotation of fewer dims turns only the first dims.
+    """
+    if (turned := rotation[0].shape[-1]) < x.shape[-1]:
+        return jnp.concatenate((rotate(x[..., :turned], rotation), x[..., turned:]), axis=-1)
     return rotate_by_product(x, rotation) if platform() == "tpu" else rotate_by_halves(x, rotation)
 
 

@@ -5,7 +5,7 @@ knows. `tpudist/models/pretrained/rotary_config.py` has the names of the kinds a
 `config.json`.
 
 Sources: linear: arXiv 2306.15595; dynamic: "NTK-aware" scaling of the base, as in the package
-`transformers`; llama3: Llama 3.1; yarn: arXiv 2309.00071.
+`transformers`; llama3: Llama 3.1; yarn: arXiv 2309.00071; longrope: arXiv 2402.13753.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import jax.numpy as jnp
 class RotaryScaling:
     """Stretching of rotary positions."""
 
-    kind: Literal["linear", "dynamic", "llama3", "yarn"]
+    kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
     """Which pairs of dims are slowed. linear: all, by the factor; dynamic: all, by a base that
     grows with the length of a sequence; llama3 and yarn: slow pairs by the factor, fast pairs not
-    at all, pairs between by a part of it."""
+    at all, pairs between by a part of it; longrope: each pair by its own factor."""
     factor: float
     """Factor by which sequences become longer."""
     original_length: int = 0
@@ -36,9 +36,13 @@ class RotaryScaling:
     high: float = 4.0
     """Number of turns above which a pair is not slowed (`high_freq_factor`, `beta_fast`)."""
     magnitude: float = 1.0
-    """Factor of cosines and sines (yarn)."""
+    """Factor of cosines and sines (yarn, longrope)."""
     truncate: bool = True
     """Whether to round the bounds between slow and fast pairs to whole pairs (yarn)."""
+    short_factors: tuple[float, ...] = ()
+    """Factor of each pair in sequences of at most the original length (longrope)."""
+    long_factors: tuple[float, ...] = ()
+    """Factor of each pair in longer sequences (longrope)."""
 
     def __post_init__(self):
         """Raises ValueError for numbers that do not describe a stretching."""
@@ -68,9 +72,18 @@ def scale_frequencies(
         scaling: Stretching.
         frequencies: Angles without stretching, `[width / 2]`.
         base: Ratio of the longest to the shortest wavelength.
-        length: Number of positions of this sequence; only dynamic scaling depends on it.
+        length: Number of positions of this sequence, for dynamic and longrope scaling.
     """
     half, factor = frequencies.shape[0], scaling.factor
+    if scaling.kind == "longrope":
+        is_long = length > scaling.original_length
+        factors = scaling.long_factors if is_long else scaling.short_factors
+        if len(factors) != half:
+            raise ValueError(
+                f"Rotary scaling 'longrope' has {len(factors)} factors, but a head turns {half} "
+                f"pairs of dims. Pass {half} short_factors and long_factors."
+            )
+        return frequencies / jnp.asarray(factors, jnp.float32)
     if scaling.kind == "linear":
         return frequencies / factor
     if scaling.kind == "dynamic":

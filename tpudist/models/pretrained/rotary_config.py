@@ -12,7 +12,7 @@ from typing import Any
 from tpudist.models.parts.rotary_stretch import RotaryScaling
 from tpudist.models.pretrained.config_error import config_error
 
-_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def parse_rotary(
@@ -77,6 +77,8 @@ def parse_scaling(
             reason = "lacks factor, low_freq_factor or high_freq_factor"
             raise config_error(key, parameters, reason)
         return RotaryScaling("llama3", float(factor), original, float(low), float(high))
+    if kind == "longrope":
+        return _parse_longrope(parameters, length / original if original else 0, original)
     if kind == "yarn":
         if factor is None:
             # As in the package `transformers`.
@@ -94,6 +96,21 @@ def _parse_yarn(parameters: dict[str, Any], factor: float, original: int) -> Rot
         high=float(parameters.get("beta_fast") or 32),
         magnitude=_magnitude_of_yarn(parameters, factor),
         truncate=parameters.get("truncate", True),
+    )
+
+
+def _parse_longrope(parameters: dict[str, Any], factor: float, original: int) -> RotaryScaling:
+    magnitude = parameters.get("attention_factor")
+    if magnitude is None:  # as in the package `transformers`
+        is_longer = factor > 1
+        magnitude = math.sqrt(1 + math.log(factor) / math.log(original)) if is_longer else 1.0
+    return RotaryScaling(
+        "longrope",
+        factor,
+        original,
+        magnitude=magnitude,
+        short_factors=tuple(parameters.get("short_factor", ())),
+        long_factors=tuple(parameters.get("long_factor", ())),
     )
 
 
