@@ -42,6 +42,14 @@ _OF_LAYERS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
 }
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 3.0],
+    "partial_rotary_factor": 0.5,
+}
 # The class of the model, what it is, and its dtype in the file.
 MODELS = {
     "llama": ("Llama", {"rope_parameters": _LLAMA3, "rms_norm_eps": 1e-3}, "float32"),
@@ -83,6 +91,43 @@ MODELS = {
         },
         "bfloat16",
     ),
+    "mixtral": ("Mixtral", _EXPERTS, "bfloat16"),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 8,
+            "moe_intermediate_size": 20,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+        },
+        "bfloat16",
+    ),
+    "gpt_oss": (
+        "GptOss",
+        _EXPERTS
+        | {
+            "head_dim": 8,
+            "sliding_window": 5,
+            "swiglu_limit": 1.0,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": _YARN | {"truncate": False},
+        },
+        "bfloat16",
+    ),
+    "phi3": (
+        "Phi3",
+        {"sliding_window": 6, "original_max_position_embeddings": 16, "hidden_size": 32}
+        | {"rope_parameters": _LONGROPE, "max_position_embeddings": 64},
+        "bfloat16",
+    ),
+    "phi3_plain": ("Phi3", {"num_key_value_heads": 4, "tie_word_embeddings": True}, "bfloat16"),
+    "olmo2": ("Olmo2", {"rms_norm_eps": 1e-3}, "bfloat16"),
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 40},
+        "bfloat16",
+    ),
 }
 IN_TWO_FILES = "qwen3"
 
@@ -98,13 +143,16 @@ def make(name: str, seed: int):
 
     kind, options, dtype = MODELS[name]
     of_text = "Text" if kind == "Gemma3" else ""
-    config = getattr(transformers, f"{kind}{of_text}Config")(**(_SMALL | options))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    small = _SMALL if kind != "GPT2" else {k: _SMALL[k] for k in _SMALL if k == "vocab_size"}
+    config = getattr(transformers, f"{kind}{of_text}Config")(**(small | options))
+    model = getattr(transformers, f"{kind}{'LMHeadModel' if kind == 'GPT2' else 'ForCausalLM'}")(
+        config
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for part, value in model.named_parameters():
             drawn = torch.randn(value.shape, generator=generator)
-            if "norm" in part:
+            if "norm" in part or "ln_" in part:
                 offset = 0.0 if kind.startswith("Gemma") else 1.0
                 drawn = offset + 0.3 * drawn
             elif "embed" in part and kind.startswith("Gemma"):

@@ -13,6 +13,8 @@ from tpudist.models import Transformer
 
 RECORDED = DATA / "pretrained"
 NAMES = sorted(torch_models.MODELS)
+# Families whose config.json is read but not written.
+ONLY_LIKE = ("gpt2", "gpt_oss", "mixtral", "olmo2", "phi3", "qwen3_moe")
 
 
 def recorded_logits(name: str) -> np.ndarray:

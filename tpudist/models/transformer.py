@@ -289,15 +289,6 @@ def _ring_order(length: int, config: TransformerConfig) -> attention.RingOrder |
     )
 
 
-def _rotation_of_layer(
-    rotations: tuple[rotary.Rotation, ...], has_window: jax.Array | None
-) -> rotary.Rotation:
-    if len(rotations) == 1 or has_window is None:  # either all layers have a window, or none
-        return rotations[-1]
-    usual, local = rotations
-    return jax.tree.map(lambda a, b: jnp.where(has_window, b, a), usual, local)
-
-
 def _query_key_value(
     x: jax.Array, weights: dict[str, jax.Array], config: TransformerConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -335,7 +326,7 @@ def _attention(
         key = normalize(key, weights, "key_norm", config)
     has_window = weights.get("has_window")
     if rotations:
-        rotation = _rotation_of_layer(rotations, has_window)
+        rotation = rotary.rotation_of_layer(rotations, has_window)
         query, key = rotary.rotate(query, rotation), rotary.rotate(key, rotation)
     query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
     value = checkpoint_name(value, "value")

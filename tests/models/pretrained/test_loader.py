@@ -276,7 +276,7 @@ def write_sparse(model, folder):
     from tpudist.models.pretrained.safetensors_file import make_header
     from tpudist.models.pretrained.tensor_places import tensor_places
 
-    places = list(tensor_places(model.config))
+    places = list(tensor_places(model.config, "llama"))
     start = make_header((place.tensor, "BF16", place.shape) for place in places)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(start)

@@ -10,7 +10,15 @@ import safetensors.numpy
 from flax import nnx
 
 import tpudist
-from pretrained_folders import NAMES, RECORDED, files_of, logits_of, recorded_logits, values_of
+from pretrained_folders import (
+    NAMES,
+    ONLY_LIKE,
+    RECORDED,
+    files_of,
+    logits_of,
+    recorded_logits,
+    values_of,
+)
 from tpudist.models import (
     Transformer,
     TransformerConfig,
@@ -61,7 +69,11 @@ def test_a_model_may_overwrite_its_own_folder(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=() if x == "llama_yarn" else pytest.mark.exhaustive) for x in NAMES],
+    [
+        pytest.param(x, marks=() if x == "llama_yarn" else pytest.mark.exhaustive)
+        for x in NAMES
+        if x not in ONLY_LIKE
+    ],
 )
 def test_a_saved_configuration_describes_the_same_model(name, tmp_path):
     """Also covers saving without the original folder."""
@@ -69,6 +81,13 @@ def test_a_saved_configuration_describes_the_same_model(name, tmp_path):
     assert differences(read_config(tmp_path), read_config(RECORDED / name)) == ()
     for key, value in values_of(load_pretrained(tmp_path)).items():
         np.testing.assert_array_equal(value, values_of(load_pretrained(RECORDED / name))[key])
+
+
+@pytest.mark.parametrize("name", ONLY_LIKE)
+def test_other_families_are_saved_only_like_their_folder(name, tmp_path):
+    """`test_a_loaded_model_is_saved_with_the_same_bytes` saves them like their folder."""
+    with pytest.raises(ValueError, match=r"can be saved like its folder: save_pretrained\(model"):
+        save_pretrained(load_pretrained(RECORDED / name), tmp_path)
 
 
 @pytest.mark.slow

@@ -47,6 +47,19 @@ def rotation(
     return cos * scaling.magnitude, sin * scaling.magnitude
 
 
+def rotation_of_layer(rotations: tuple[Rotation, ...], has_window: jax.Array | None) -> Rotation:
+    """Returns the rotation of a layer, from the usual one and perhaps one for layers with a window.
+
+    Args:
+        rotations: The usual rotation, and the rotation in layers with a window if it differs.
+        has_window: Boolean `[]`, perhaps traced; None if all layers have a window, or none.
+    """
+    if len(rotations) == 1 or has_window is None:  # either all layers have a window, or none
+        return rotations[-1]
+    usual, local = rotations
+    return jax.tree.map(lambda a, b: jnp.where(has_window, b, a), usual, local)
+
+
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     """Returns `x` `[batch, length, heads, width]`, rotated in float32.
 

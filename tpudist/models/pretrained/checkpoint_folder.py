@@ -70,8 +70,13 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Returns all tensors of a folder, by name."""
+    """Returns all tensors of a folder, by name; see `plain_name`."""
     tensors: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
-        tensors |= read_header(file)[1]
+        tensors |= {plain_name(name): tensor for name, tensor in read_header(file)[1].items()}
     return tensors
+
+
+def plain_name(tensor: str) -> str:
+    """Returns the name of a tensor without the prefix that some files of gpt2 have."""
+    return tensor.removeprefix("transformer.")

@@ -17,12 +17,11 @@ _ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
-# Fields of `TransformerConfig` that do not change the results of a model without experts. No family
-# has experts, and `num_experts` is compared.
+# Fields of `TransformerConfig` that do not change the results of a model.
 _CHOICES = (
     *("dtype", "attention", "splash_block", "splash_backward_block", "remat", "loss_chunk"),
     *("pipeline_stages", "pipeline_microbatches"),
-    *("experts_per_token", "expert_capacity", "expert_balance"),
+    *("expert_method", "expert_capacity", "expert_balance"),
 )
 # The transformer has no maximum length, but a `config.json` needs one. Libraries allocate nothing
 # for it.
@@ -55,7 +54,8 @@ def make_config(config: TransformerConfig, dtype: str) -> dict[str, Any]:
     raise ValueError(
         "No family of pretrained models computes the same as this transformer, so other libraries "
         f"could not read it. The nearest is {family!r}, which differs in {', '.join(fewest)}. "
-        "Train a model without these differences, or save this one with tpudist.checkpoint."
+        "Train a model without these differences, or save this one with tpudist.checkpoint. A "
+        "loaded model can be saved like its folder: save_pretrained(model, folder, like=...)."
     )
 
 
@@ -75,6 +75,8 @@ def _normalize(config: TransformerConfig) -> dict[str, Any]:
         fields["output_scale"] = config.embed_dim**-0.5
     if not config.tied:
         fields["output_scale"] = None
+    if not config.num_experts:
+        fields |= {"experts_per_token": None, "normalize_shares": None}
     if config.layers_with_window is not None and all(config.layers_with_window):
         fields["layers_with_window"] = None
     return fields

@@ -62,6 +62,11 @@ def read_config(folder: str | PathLike[str]) -> TransformerConfig:
     return parse_config(read_json(Path(folder) / CONFIG, "its configuration"))
 
 
+def read_family(folder: str | PathLike[str]) -> str:
+    """Returns the `model_type` of the model in a folder."""
+    return read_json(Path(folder) / CONFIG, "its configuration")["model_type"]
+
+
 def read_planned(folder: str | PathLike[str]) -> tuple[TransformerConfig, int | None, str]:
     """Returns a model to plan: its configuration, length, and a text about unused keys.
 

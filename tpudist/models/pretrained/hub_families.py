@@ -186,14 +186,14 @@ def _parse_gpt_oss(values: Values) -> Values:
 
 
 def _parse_phi3(values: Values) -> Values:
-    part = values["partial_rotary_factor"]
+    key = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    parameters = values.get(key) or {}
+    part = parameters.get("partial_rotary_factor", values["partial_rotary_factor"])
     width = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    values["partial_rotary_factor"] = None  # `parse_rotary` is for whole heads
-    base, scaling = parse_rotary(values)
     _check_silu(values)
     return {
-        "rotary_base": base,
-        "rotary_scaling": scaling,
+        "rotary_base": float(parameters.get("rope_theta") or values.get("rope_theta") or 10_000.0),
+        "rotary_scaling": parse_scaling(parameters, key, values, partial=True),
         "rotary_width": None if part == 1 else int(width * part),
         "attention_window": values["sliding_window"],
     }
@@ -323,7 +323,8 @@ FAMILIES: dict[str, Family] = {
         _parse_gemma3,
     ),
     "mixtral": Family(_MIXTRAL, _parse_mixtral),
-    "qwen3_moe": Family(_QWEN3_MOE, _parse_qwen3_moe),
+    # Newer files have the name of Mixtral.
+    "qwen3_moe": Family(_QWEN3_MOE, _parse_qwen3_moe, {"num_local_experts": "num_experts"}),
     "gpt_oss": Family(_GPT_OSS, _parse_gpt_oss),
     "phi3": Family(_PHI3, _parse_phi3),
     "olmo2": Family(_UNTIED | {"rms_norm_eps": 1e-5}, _parse_olmo2),

@@ -28,7 +28,7 @@ from tpudist.array_types import Shape
 from tpudist.context import get_strategy, has_strategy
 from tpudist.models.pretrained.checkpoint_folder import read_tensors
 from tpudist.models.pretrained.config_export import differences
-from tpudist.models.pretrained.hub_config import read_config
+from tpudist.models.pretrained.hub_config import read_config, read_family
 from tpudist.models.pretrained.safetensors_file import DTYPE_OF_NAME, StoredTensor
 from tpudist.models.pretrained.tensor_places import (
     OUTPUT,
@@ -42,8 +42,8 @@ from tpudist.models.transformer import Transformer
 from tpudist.models.transformer_config import TransformerConfig
 from tpudist.processes import process_agreement
 
-# Buffers of angles in older checkpoints; no library reads them.
-_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+# Buffers of angles and masks in older checkpoints; no library reads them.
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 _MAX_THREADS = 8  # copies are limited by the memory, not by the cores
 _COMPARED_ELEMENTS = 2**22  # a few MB; the complete matrices need not be in memory
 
@@ -62,7 +62,8 @@ def load_pretrained(
     Args:
         folder: Directory on this machine with `config.json` and weights in `model.safetensors`, or
             in the files that `model.safetensors.index.json` names. Supported families: `llama`,
-            `mistral`, `qwen2`, `qwen3`, `gemma`, `gemma2` and `gemma3_text`.
+            `mistral`, `qwen2`, `qwen3`, `gemma`, `gemma2`, `gemma3_text`, `mixtral`, `qwen3_moe`,
+            `gpt_oss`, `phi3`, `olmo2` and `gpt2`.
         dtype: Dtype of the parameters: "float32", "bfloat16" or "float16"; by default the stored
             dtype of each, or the widest if its layers differ. The model also computes in it, unless
             `config` has another dtype.
@@ -166,10 +167,12 @@ def _match(
     folder: Path, config: TransformerConfig, tensors: dict[str, StoredTensor]
 ) -> Iterator[TensorPlace]:
     """Yields the tensors of the model, after a check that the files contain exactly these."""
-    places = list(tensor_places(config))
+    places = list(tensor_places(config, read_family(folder)))
     known = {place.tensor for place in places}
     missing = [place.tensor for place in places if place.tensor not in tensors]
-    unknown = [name for name in tensors if name not in known and not name.endswith(_IGNORED_SUFFIX)]
+    unknown = [
+        name for name in tensors if name not in known and not name.endswith(_IGNORED_SUFFIXES)
+    ]
     if config.tied and OUTPUT in unknown:
         # A missing embedding is the first error, below.
         if (embedding := tensors.get(places[0].tensor)) is not None:

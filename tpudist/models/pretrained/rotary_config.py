@@ -38,6 +38,7 @@ def parse_scaling(
     key: str,
     values: dict[str, Any],
     length_key: str = "max_position_embeddings",
+    partial: bool = False,
 ) -> RotaryScaling | None:
     """Returns the stretching that an object of a `config.json` describes; None for none.
 
@@ -46,6 +47,7 @@ def parse_scaling(
         key: Key of the object.
         values: Complete `config.json`.
         length_key: Key of the length of sequences.
+        partial: Whether only a part of each head may be turned.
 
     Raises:
         ValueError: If the transformer does not support the kind of positions.
@@ -56,7 +58,7 @@ def parse_scaling(
         reason = f"has rotary positions of type {kind!r}; only {', '.join(_KINDS)} are supported"
         raise config_error(key, parameters, reason)
     part = parameters.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if part not in (None, 1, 1.0):
+    if part not in (None, 1, 1.0) and not partial:
         reason = "turns only a part of each head; only whole heads are supported"
         raise config_error("partial_rotary_factor", part, reason)
     factor = parameters.get("factor")

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
@@ -14,9 +15,15 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from tpudist.models.pretrained.checkpoint_folder import CONFIG, INDEX, WEIGHTS, weight_files
+from tpudist.models.pretrained.checkpoint_folder import (
+    CONFIG,
+    INDEX,
+    WEIGHTS,
+    plain_name,
+    weight_files,
+)
 from tpudist.models.pretrained.config_export import differences, make_config
-from tpudist.models.pretrained.hub_config import read_config
+from tpudist.models.pretrained.hub_config import read_config, read_family
 from tpudist.models.pretrained.safetensors_file import (
     DTYPE_OF_NAME,
     NAME_OF_DTYPE,
@@ -39,8 +46,9 @@ from tpudist.processes import host_copies
 _MAX_FILE_BYTES = 5 * 10**9
 # Files of a folder that do not depend on the values of the weights.
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
-# Bytes before the first tensor, and the tensors in order; a place of None is not part of the model.
-FileContent = tuple[bytes, list[tuple[StoredTensor, TensorPlace | None]]]
+# Bytes before the first tensor, and the tensors in order with their places in variables; a tensor
+# without a place is not part of the model.
+FileContent = tuple[bytes, list[tuple[StoredTensor, list[TensorPlace]]]]
 
 
 def save_pretrained(
@@ -98,12 +106,12 @@ def save_pretrained(
 def _new_files(
     model: Transformer, dtype: DTypeLike | None, max_file_bytes: int
 ) -> dict[str, FileContent]:
-    # Raises for an unsupported model, whose `tensor_places` would be wrong.
-    make_config(model.config, "float32")
+    # Raises for a model that no family of `config_export` has.
+    family = make_config(model.config, "float32")["model_type"]
     groups: list[list[TensorPlace]] = [[]]
     sizes = [0]
     names: dict[str, str] = {}
-    for place in tensor_places(model.config):
+    for place in tensor_places(model.config, family):
         parameter = variable_of(model, place).get_raw_value()
         file_dtype = np.dtype(parameter.dtype if dtype is None else dtype)
         if file_dtype not in NAME_OF_DTYPE:
@@ -125,7 +133,7 @@ def _new_files(
         header = make_header((p.tensor, names[p.tensor], p.shape) for p in group)
         # Only their dtypes and shapes are used: the file does not exist yet.
         stored = [StoredTensor(Path(name), names[p.tensor], p.shape, 0) for p in group]
-        files[name] = header, list(zip(stored, group, strict=True))
+        files[name] = header, [(x, [place]) for x, place in zip(stored, group, strict=True)]
     return files
 
 
@@ -137,15 +145,17 @@ def _files_like(model: Transformer, like: Path) -> dict[str, FileContent]:
             f"that folder in {', '.join(different)}. Name the folder that the model was loaded "
             "from, or omit `like`."
         )
-    places = {place.tensor: place for place in tensor_places(config)}
+    places: dict[str, list[TensorPlace]] = defaultdict(list)
+    for place in tensor_places(config, read_family(like)):
+        places[place.tensor].append(place)
     if config.tied:
-        places[output_place(config).tensor] = output_place(config)
+        places[output_place(config).tensor] = [output_place(config)]
     files: dict[str, FileContent] = {}
     for file in weight_files(like):
         header, tensors = read_header(file)
         # The header lists tensors in any order, and the bytes must follow the offsets.
         in_order = sorted(tensors.items(), key=lambda item: item[1].start)
-        files[file.name] = header, [(tensor, places.get(name)) for name, tensor in in_order]
+        files[file.name] = header, [(tensor, places[plain_name(name)]) for name, tensor in in_order]
     return files
 
 
@@ -153,26 +163,27 @@ def _write(
     model: Transformer,
     file: Path | None,
     header: bytes,
-    tensors: Iterable[tuple[StoredTensor, TensorPlace | None]],
+    tensors: Iterable[tuple[StoredTensor, list[TensorPlace]]],
 ) -> None:
     """Writes a file; with None, only helps to gather the tensors that another process writes."""
     if file is None:
-        for _, place in tensors:
-            if place is not None:
+        for _, places in tensors:
+            for place in places:
                 _parts_of(model, place)
         return
     unfinished = file.with_name(f"{file.name}.unfinished")
     with unfinished.open("wb") as opened:
         opened.write(header)
-        for tensor, place in tensors:
-            if place is None:  # copied from the folder `like`
+        for tensor, places in tensors:
+            if not places:  # copied from the folder `like`
                 opened.write(memoryview(tensor.map()).cast("B"))
                 continue
-            values = np.empty(place.shape, DTYPE_OF_NAME[tensor.dtype])
-            view = place.view_as_variable(values)
-            for part, index in _parts_of(model, place):
-                for task in copy_tasks(part, view[index]):
-                    task()
+            values = np.empty(tensor.shape, DTYPE_OF_NAME[tensor.dtype])
+            for place in places:
+                view = place.view_as_variable(values)
+                for part, index in _parts_of(model, place):
+                    for task in copy_tasks(part, view[index]):
+                        task()
             opened.write(memoryview(values.view(np.uint8)).cast("B"))
         opened.flush()
         os.fsync(opened.fileno())
@@ -241,8 +252,8 @@ def _write_config_and_index(
         weight_map = {
             place.tensor: name
             for name, (_, content) in files.items()
-            for _, place in content
-            if place is not None
+            for _, places in content
+            for place in places
         }
         index = {
             "metadata": {"total_size": sum(sizes)},
