@@ -534,6 +534,9 @@ def test_a_model_folder_is_planned_from_only_its_configuration(tmp_path):
     options = reference.ReferenceOptions(hf=tmp_path, num_layers=3, sequence_length=2048)
     found = reference.make_reference(options, slices.parse("v5e-4"))
     assert found.config == dataclasses.replace(read_config(tmp_path), remat="full", loss_chunk=1024)
+    fewer = dataclasses.replace(options, num_layers=2)
+    config = reference.make_reference(fewer, slices.parse("v5e-4")).config
+    assert config.layers_with_window == found.config.layers_with_window[:2]
     assert (found.length, found.global_batch) == (2048, 4)
     shorter = reference.make_reference(
         reference.ReferenceOptions(hf=tmp_path), slices.parse("v5e-4")

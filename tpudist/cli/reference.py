@@ -176,6 +176,11 @@ def make_reference(options: ReferenceOptions, slice_: Slice) -> Reference:
         for name, value in dataclasses.asdict(options).items()
         if name in names and value is not None
     }
+    windows = preset.config.layers_with_window
+    if windows is not None and options.num_layers is not None:
+        # Fewer layers than the model has: the first ones. More repeat the pattern.
+        repeats = -(-options.num_layers // len(windows))
+        sizes["layers_with_window"] = (windows * repeats)[: options.num_layers]
     length = preset.length if options.sequence_length is None else options.sequence_length
     chunk = preset.config.loss_chunk
     if options.loss_chunk == 0 or (options.loss_chunk is None and chunk and length % chunk):
