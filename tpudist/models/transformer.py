@@ -38,12 +38,14 @@ class Transformer(nnx.Module):
         rngs: Random keys; parameters come from `rngs.params`.
     """
 
+    final_norm: nnx.Param
+
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
         vocab, embed = config.vocabulary, config.embed_dim
         self.embedding = _weight(config, rngs, 1.0, vocab=vocab, embed=embed)
         self.blocks = Blocks(config, rngs=rngs)
-        add_norm(self, "final_norm", config, embed=embed)
+        add_norm(self, "final_norm", config, {"embed": embed})
         if config.learned_positions is not None:
             self.positions = _weight(
                 config, rngs, 1.0, position=config.learned_positions, embed=embed
@@ -119,7 +121,10 @@ class Blocks(nnx.Module):
         # number of additions to the residual stream, two per layer, so that depth does not make it
         # grow.
         std_into, std_back = embed**-0.5, (2 * layers) ** -0.5
-        add = functools.partial(add_norm, self, config=config, layers=layers)
+
+        def add(name: str, **dims: int) -> None:
+            add_norm(self, name, config, {"layers": layers, **dims})
+
         if config.norm_inputs:
             add("attention_norm", embed=embed)
             add("mlp_norm", embed=embed)

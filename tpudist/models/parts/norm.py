@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 import jax
@@ -35,7 +36,7 @@ class NormSettings(Protocol):
         ...
 
 
-def add_norm(owner: nnx.Module, name: str, config: NormSettings, **dims: int) -> None:
+def add_norm(owner: nnx.Module, name: str, config: NormSettings, dims: Mapping[str, int]) -> None:
     """Adds the parameters of a norm to a module: `name`, and with LayerNorm `name_bias`.
 
     Args:

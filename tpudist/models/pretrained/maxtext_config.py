@@ -122,7 +122,7 @@ def read_maxtext(arguments: Sequence[str], num_devices: int, num_slices: int) ->
         optimizer=_OPTIMIZERS[optimizer],
         mu_dtype=values["mu_dtype"] or None,
         optimizer_memory="pinned_host" if values["optimizer_memory_host_offload"] else "device",
-        unmapped=values.unmapped(),
+        unmapped=values.find_unmapped_keys(),
     )
 
 

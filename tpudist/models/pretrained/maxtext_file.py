@@ -76,7 +76,7 @@ class MaxTextValues:
         """Returns the value of a key that older files may lack."""
         return self[key] if key in self._values else default
 
-    def unmapped(self) -> tuple[str, ...]:
+    def find_unmapped_keys(self) -> tuple[str, ...]:
         """Returns the keys, with values, that change a step and were not read."""
         found = []
         for key, value in self._values.items():
