@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.counting_service import exponent, run
 from processes import run_processes
-from tpudist.processes.coordination import Board, Channel
+from tpudist.processes.board import Board
+from tpudist.processes.coordination import Channel
 
 
 def test_one_process_exchanges_with_itself_without_a_service():
@@ -49,6 +50,36 @@ def test_one_of_several_threads_posts():
     assert sorted(posted) == [False, True]
 
 
+def test_an_error_in_the_first_process_ends_the_round_in_all():
+    """The others waited 600 s for its answer, and did not learn of the error."""
+
+    def reduce(texts):
+        return f"{len(texts)} {int(texts[2])}"
+
+    def program(process):
+        channel, found = Channel("round"), []
+        for text in ("x", "7"):
+            try:
+                found.append(channel.combine(text, reduce, purpose="to count"))
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+        return found
+
+    first, *others = run(3, program).results
+    assert first == ["ValueError: invalid literal for int() with base 10: 'x'", "3 7"]
+    assert (
+        others
+        == [
+            [
+                "RuntimeError: Process 0 failed where all processes meet to count: ValueError: invalid "
+                "literal for int() with base 10: 'x'. Correct the error there.",
+                "3 7",
+            ]
+        ]
+        * 2
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_every_process_gets_all_texts_and_a_missing_one_is_named():
@@ -59,7 +90,8 @@ def test_every_process_gets_all_texts_and_a_missing_one_is_named():
         import jax
         import tpudist
         from processes import report
-        from tpudist.processes.coordination import Board, Cancelled, Channel
+        from tpudist.processes.board import Board
+        from tpudist.processes.coordination import Cancelled, Channel
 
         tpudist.emulate()
         tpudist.MultiWorkerMirroredStrategy()

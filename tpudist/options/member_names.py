@@ -45,18 +45,23 @@ def format_ranges(numbers: Iterable[int]) -> str:
     return _join(_find_ranges(sorted(set(numbers))), "_")
 
 
-def format_values(noun: str, values: Mapping[int, object]) -> str:
+def format_values(noun: str, values: Mapping[int, object], *, own: int | None = None) -> str:
     """Returns the value of each member; members with the same value are named together.
 
     Args:
         noun: Noun of one member, such as "process".
         values: Number of each member -> its value. Values are compared as texts.
+        own: Number of the member that prints the text, which is marked if it differs from all
+            others.
     """
     groups: dict[str, list[int]] = {}
     for number, value in values.items():
         groups.setdefault(str(value), []).append(number)
     shown = list(groups.items())[: MAX_VALUES if len(groups) > MAX_VALUES + 1 else None]
-    texts = [f"{format_members(noun, group)}: {_shorten(value)}" for value, group in shown]
+    texts = [
+        f"{format_members(noun, group)}{' (this one)' if group == [own] else ''}: {_shorten(value)}"
+        for value, group in shown
+    ]
     if num_hidden := len(groups) - len(shown):
         others = len(values) - sum(len(group) for _, group in shown)
         texts.append(f"{num_hidden} other values in {others} {_plural(noun)}")

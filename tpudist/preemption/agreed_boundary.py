@@ -26,6 +26,7 @@ from tpudist.processes.host import Event, this_host
 _log = logging.getLogger("tpudist.preemption")
 _PATIENCE_S = 120.0  # for which process 0 waits for the counts of the others
 _PAUSE_S = 0.01
+_COUNT_S = 0.1  # for one count: a process may announce meanwhile that it has closed
 _CLOSED = "closed"
 
 
@@ -110,7 +111,10 @@ class BoundaryAgreement:
                 absent = [i for i in range(num_processes) if str(i) not in counts]
                 late = format_members("process", absent)
                 return self._decide(None, f"{late} did not answer within {_PATIENCE_S:g} s")
-            this_host().sleep(_PAUSE_S)
+            # A look returns all counts so far. After these three have arrived, few are missing.
+            missing = [i for i in range(num_processes) if str(i) not in counts]
+            for i in {missing[0], missing[len(missing) // 2], missing[-1]}:
+                self.notice.board.wait_for(f"counts/{i}", _COUNT_S)
 
     def _post_count(self, count: str) -> None:
         self.notice.board.post(f"counts/{this_host().process_index()}", count)

@@ -12,6 +12,7 @@ from typing import Protocol, TypeAlias
 from tpudist.goodput import goodput
 from tpudist.options.member_names import format_members
 from tpudist.processes.host import this_host
+from tpudist.processes.peer_connections import DEAD_PEER_S
 from tpudist.processes.reported_wait import ReportedWait
 
 _Encoded: TypeAlias = tuple[list[str], list[tuple[int, int]]]
@@ -22,9 +23,11 @@ REPORT_S = 4.0
 # A wait in C++ ends neither at Ctrl-C nor when its thread is asked to close, so it is cut into
 # slices, and Python code runs after each of them.
 _SLICE_S = 0.5
-# Each slice is twice as long as the one before, up to this. An answer that takes longer than a
-# slice would never be read, and thousands of processes that wait long would ask too often.
+# Each slice is twice as long as the one before, up to this: thousands of processes that wait long
+# would ask too often. On a slow link it is longer, because an answer that takes longer than a slice
+# would never be read.
 _LONGEST_SLICE_S = 2.0
+_ANSWER, _FAILED = "=", "!"  # the first character of an answer
 # Missing texts for which the first process waits one by one. For more it reads the whole folder.
 _FEW = 8
 
@@ -125,10 +128,14 @@ class Channel:
         Args:
             text: Text of this process.
             reduce: Called in the first process of the channel, with the texts in the order of the
-                processes. Only its result goes to the others. It must not raise: they would wait.
+                processes. Only its result goes to the others, or the text of its error.
             purpose: Same as in `exchange`, as are the others and the errors.
             timeout_s: Seconds to wait for the other processes.
             cancelled: Called every 0.5 to 2 s; returns whether to give up.
+
+        Raises:
+            RuntimeError: If a process does not arrive in time, or `reduce` raises. The first
+                process raises the error of `reduce` itself.
         """
         # One round, in the keys of the service:
         #   1. Every process writes its text under `<folder>/<index>`.
@@ -154,14 +161,26 @@ class Channel:
 
         client.key_value_set(f"{folder}/{index}", text)
         if index != processes[0]:
-            return wait_for(f"{folder}/all")
-        answer = reduce(self._collect(client, folder, text, wait_for))
+            answer = wait_for(f"{folder}/all")
+            if answer.startswith(_FAILED):
+                raise RuntimeError(
+                    f"Process {processes[0]} failed where all processes meet {what_for}: "
+                    f"{answer.removeprefix(_FAILED)}. Correct the error there."
+                )
+            return answer.removeprefix(_ANSWER)
+        texts, failure = self._collect(client, folder, text, wait_for), None
+        try:
+            answer = _ANSWER + reduce(texts)
+        except Exception as error:
+            answer, failure = f"{_FAILED}{type(error).__name__}: {error}", error
         client.key_value_set(f"{folder}/all", answer)
         # All processes have written in this round, so all have read the previous one. This round
         # must stay: nobody has confirmed that it was read.
         if number:
             client.key_value_delete(f"tpudist/{self.name}/{number - 1}/")
-        return answer
+        if failure is not None:
+            raise failure
+        return answer.removeprefix(_ANSWER)
 
     def _collect(
         self, client: KeyValueClient, folder: str, text: str, wait_for: Callable[[str], str]
@@ -197,11 +216,14 @@ class Channel:
             except Exception as error:  # jaxlib's type varies; the text has the status
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
-            slice_s = min(2 * slice_s, _LONGEST_SLICE_S)
             if cancelled():
                 raise Cancelled(self.name)
             # Only after a try: a process may have written its text in this round and then left.
-            if gone := self._find_departed(client):
+            asked_s = this_host().monotonic()
+            gone = self._find_departed(client)
+            round_trip_s = min(this_host().monotonic() - asked_s, DEAD_PEER_S)
+            slice_s = max(min(2 * slice_s, _LONGEST_SLICE_S), 2 * round_trip_s)
+            if gone:
                 raise RuntimeError(
                     f"Process {index} waits {purpose}, but {gone} left and will not answer. "
                     f"All processes must do the same things in the same order. Find "
@@ -279,109 +301,3 @@ def _decode(answer: str) -> list[str]:
     encoded: _Encoded = json.loads(answer)
     texts, runs = encoded
     return [texts[number] for number, count in runs for _ in range(count)]
-
-
-class Board:
-    """Texts that processes leave for each other, each under a key and written once.
-
-    Only `wait_for` waits. A call costs about 1 ms between processes of one machine. In a run of one
-    process the board is a dict.
-
-    Args:
-        name: Name of the board, the same in all processes and unique in the run.
-    """
-
-    def __init__(self, name: str):
-        self._folder = f"tpudist/{name}"
-        # Each text is in a list of its own, by whose identity `post` knows that it wrote it.
-        self._local_texts: dict[str, list[str]] = {}
-        self.num_processes = this_host().process_count()
-
-    def post(self, key: str, text: str) -> bool:
-        """Writes `text` under `key` unless the key exists; returns whether it wrote.
-
-        Raises:
-            ConnectionError: If the service cannot be reached, as at the end of a run.
-        """
-        if self.num_processes == 1:
-            # Atomic between threads, and without a lock, which a signal handler could wait for
-            # in the thread that holds it.
-            entry = [text]
-            return self._local_texts.setdefault(key, entry) is entry
-        try:
-            self._client().key_value_set(f"{self._folder}/{key}", text)
-        except Exception as error:  # jaxlib's type varies; the text has the status
-            if "ALREADY_EXISTS" in str(error):
-                return False
-            raise ConnectionError(str(error)) from error
-        return True
-
-    def read(self, key: str) -> str | None:
-        """Returns the text under `key`, or None if there is none.
-
-        Raises:
-            ConnectionError: If the service cannot be reached.
-        """
-        if self.num_processes == 1:
-            entry = self._local_texts.get(key)
-            return None if entry is None else entry[0]
-        try:
-            return self._client().key_value_try_get(f"{self._folder}/{key}")
-        except Exception as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise ConnectionError(str(error)) from error
-
-    def wait_for(self, key: str, timeout_s: float) -> str | None:
-        """Returns the text under `key`, or None if there is none within `timeout_s`.
-
-        Only between several processes. It is one request, where a loop of `read` would be many.
-
-        Raises:
-            ConnectionError: If the service cannot be reached.
-        """
-        try:
-            name = f"{self._folder}/{key}"
-            return self._client().blocking_key_value_get(name, int(1000 * timeout_s))
-        except Exception as error:
-            if "DEADLINE_EXCEEDED" in str(error):
-                return None
-            raise ConnectionError(str(error)) from error
-
-    def read_all(self, folder: str) -> dict[str, str]:
-        """Returns all texts whose key begins with `folder/`, by the rest of their key.
-
-        Raises:
-            ConnectionError: If the service cannot be reached.
-        """
-        if self.num_processes == 1:
-            start = f"{folder}/"
-            texts = [(key, text) for key, [text] in list(self._local_texts.items())]
-        else:
-            start = f"{self._folder}/{folder}/"
-            try:
-                texts = self._client().key_value_dir_get(start)
-            except Exception as error:
-                raise ConnectionError(str(error)) from error
-        return {key.removeprefix(start): text for key, text in texts if key.startswith(start)}
-
-    def remove(self, folder: str) -> None:
-        """Deletes all texts whose key begins with `folder/`.
-
-        Raises:
-            ConnectionError: If the service cannot be reached.
-        """
-        if self.num_processes == 1:
-            for key in [x for x in list(self._local_texts) if x.startswith(f"{folder}/")]:
-                self._local_texts.pop(key, None)
-            return
-        try:
-            self._client().key_value_delete(f"{self._folder}/{folder}/")
-        except Exception as error:
-            raise ConnectionError(str(error)) from error
-
-    def _client(self) -> KeyValueClient:
-        client = this_host().coordination_client()
-        if client is None:
-            raise ConnectionError("This process has left the others.")
-        return client

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypedDict
 
 from tpudist.errors import ProcessesDifferError
-from tpudist.options.member_names import format_members
+from tpudist.options.member_names import MAX_VALUES, format_values
 from tpudist.processes import coordination, generations, process_watch, run_order
 from tpudist.processes.host import this_host
 from tpudist.processes.run_order import RunOrder
@@ -28,10 +28,9 @@ from tpudist.xla.mesh import ReplicaMesh
 # First agreements whose names are kept for messages. A report contains at most `MAX_RUNS` runs, but
 # the number of an older one may still be in it while this process begins new ones.
 _REMEMBERED = 2 * run_order.MAX_RUNS
-_MAX_CHARACTERS = 300  # of a text in an error
-# Different descriptions that an error compares. Every process receives all of them, so without this
-# limit n processes that all differ would receive n * n descriptions.
-_MAX_DESCRIBED = 8
+# Different descriptions that are sent. Every process receives all of them, so without this limit n
+# processes that all differ would receive n * n descriptions.
+_MAX_DESCRIBED = MAX_VALUES
 _NOT_DESCRIBED = "values that are not listed here"
 
 
@@ -261,16 +260,11 @@ class _Agreement:
             digests: Digest of each process's description.
             values: Digest -> value of the processes that have it.
         """
-        groups: dict[str, list[int]] = {}
-        for process, digest in zip(self._processes, digests, strict=True):
-            groups.setdefault(values.get(digest, _NOT_DESCRIBED), []).append(process)
-        parts = [
-            f"{format_members('Process', group)}"
-            f"{' (this one)' if group == [this_host().process_index()] else ''}: "
-            f"{value[:_MAX_CHARACTERS]}"
-            for value, group in groups.items()
-        ]
-        return "; ".join(parts) + "."
+        found = {
+            process: values.get(digest, _NOT_DESCRIBED)
+            for process, digest in zip(self._processes, digests, strict=True)
+        }
+        return f"{format_values('Process', found, own=this_host().process_index())}."
 
 
 def _short_digest(text: str) -> str:

@@ -31,10 +31,11 @@ from tpudist.processes import generations, process_state
 from tpudist.processes.coordination import KeyValueClient
 from tpudist.processes.exit_codes import EXIT_PEER_LOST
 from tpudist.processes.host import this_host
+from tpudist.processes.judge.coordinator_silence import CoordinatorSilence
 from tpudist.processes.judge.process_judge import HOLD_S, START_AGAIN, Judge, report_interval_s
 from tpudist.processes.judge.process_reports import ALL_ENDED, Details, OrderReport, Report, Verdict
-from tpudist.processes.judge.process_silence import WARN_S, describe_silence
-from tpudist.processes.peer_connections import PeerConnections
+from tpudist.processes.judge.process_silence import WARN_S
+from tpudist.processes.peer_connections import DEAD_PEER_S, PeerConnections
 from tpudist.processes.process_exit import (
     exit_now,
     print_all_threads,
@@ -101,18 +102,19 @@ class Watch:
         # the numbers of a later one.
         self._report_lost = generations.loss_reporter()
         self._beats = itertools.count()
-        self._place, self._place_of_process_0 = process_state.here(), ""
+        self._place = process_state.here()
         self._reported_lengths: dict[str, int] = {}
         self._progress_s = this_host().monotonic()  # when this process last began a shared call
-        self._warn_after_s = WARN_S
         self._ended_together = this_host().event()
         self._closing = this_host().event()
         # In every process, though only process 0 judges: a wrong setting raises in each of them.
         self._judge = Judge(self._count)
         self._has_defect = False  # whether the judge has raised an exception
         self._peers = PeerConnections(self._index, self._on_lost)
+        self._silence_of_0 = CoordinatorSilence(self._peers.silence_s)
         self._interval_s = report_interval_s(self._count)
         self._slice_s = max(_SLICE_S, self._interval_s)
+        self._round_trip_s = 0.0  # of the last report
         self._outcome = ProgramOutcome(self._index)
         self._threads = [
             this_host().start_thread(self._report_repeatedly, name="tpudist watch"),
@@ -172,7 +174,9 @@ class Watch:
 
     def _send(self, report: Report) -> None:
         """Sends the report of this process; in process 0, also judges the reports of all."""
+        begun_s = this_host().monotonic()
         self._client.key_value_set(f"{_REPORTS}/{self._index}", report.encode(), True)
+        self._round_trip_s = this_host().monotonic() - begun_s
         if self._index or self._has_defect:
             return
         texts = self._client.key_value_dir_get(f"{_REPORTS}/")
@@ -210,7 +214,7 @@ class Watch:
         try:
             if self._index:
                 text = self._client.blocking_key_value_get(key, _CONNECT_MS)
-                port_and_secret, self._place_of_process_0 = json.loads(text)
+                port_and_secret, self._silence_of_0.place = json.loads(text)
                 self._peers.connect(host_of_0, port_and_secret)
             else:
                 text = json.dumps([self._peers.listen(host_of_0), self._place])
@@ -262,13 +266,15 @@ class Watch:
         Process 0 writes one in the end. If it cannot, because it is dead or stopped, this process
         comes to a verdict of its own: the service fails, or its connection is silent.
         """
-        slice_ms = int(1000 * self._slice_s)
         while not self._closing.is_set():
+            # An answer that needs longer than the slice on its way would never be read.
+            slice_s = max(self._slice_s, min(2 * self._round_trip_s, DEAD_PEER_S))
             try:
-                return Verdict.decode(self._client.blocking_key_value_get(_VERDICT, slice_ms))
+                text = self._client.blocking_key_value_get(_VERDICT, int(1000 * slice_s))
+                return Verdict.decode(text)
             except Exception as error:  # jaxlib's type varies; the text has the status
                 if "DEADLINE_EXCEEDED" in str(error):
-                    verdict = self._judge_process_0()
+                    verdict = self._silence_of_0.judge()
                     if verdict and not self._ask_supervisor(verdict):
                         return verdict
                     continue
@@ -282,22 +288,6 @@ class Watch:
                     EXIT_PEER_LOST,
                     failed=0,
                 )
-        return None
-
-    def _judge_process_0(self) -> Verdict | None:
-        """Returns a verdict if process 0 is silent, which it cannot report itself."""
-        waited_s = self._peers.silence_s()
-        if waited_s <= WARN_S:
-            self._warn_after_s = WARN_S
-            return None
-        silence = describe_silence(0, waited_s, self._place_of_process_0)
-        if waited_s > silence.limit_s:
-            return Verdict(
-                f"{silence.text} {START_AGAIN}", EXIT_PEER_LOST, failed=0, process_0_is_silent=True
-            )
-        if waited_s > self._warn_after_s:
-            self._warn_after_s = 2 * waited_s
-            _log.warning("%s", silence.warning)
         return None
 
     def _end(self, verdict: Verdict) -> None:
@@ -350,20 +340,12 @@ class Watch:
         # and the others have got the verdict; then it does not depend on them.
         most_s, since_s = HOLD_S + 3 * self._interval_s + GRACE_S, 0.0
         while not self._ended_together.wait(0.02):
-            if self._may_have_lost_process_0():  # if it is reached again, it judges only then
-                since_s = wait.waited_s
+            if self._outcome.has_failed_collective and self._silence_of_0.may_have_a_cause():
+                since_s = wait.waited_s  # if process 0 is reached again, it judges only then
             is_late = wait.waited_s - since_s > most_s
             if self.message or (self._outcome.state == "failed" and is_late):
                 break
             wait.report(lambda: f"Process {self._index} has ended and waits for the others to end")
-
-    def _may_have_lost_process_0(self) -> bool:
-        """Whether a collective failed, and process 0, which would name the cause, is silent.
-
-        Then it is the cause, or it is reached again. Its connection ends within `DEAD_PEER_S`, or
-        its silence becomes a verdict.
-        """
-        return self._outcome.has_failed_collective and self._peers.silence_s() > HOLD_S
 
     def _has_left(self) -> bool:
         """Whether the program itself has left the run, by `jax.distributed.shutdown`."""

@@ -7,9 +7,9 @@ from typing import Literal
 from tpudist.processes import preemption_service
 from tpudist.processes.exit_codes import EXIT_PREEMPTED, EXIT_USER_ERROR
 from tpudist.processes.host import this_host
+from tpudist.processes.judge.process_reports import is_failed_collective
 from tpudist.processes.process_exit import print_error
 
-_COLLECTIVE_ERROR = "JaxRuntimeError"
 _MAX_WHY = 6000  # characters: a report is a value of the coordination service
 
 
@@ -42,7 +42,7 @@ class ProgramOutcome:
     @property
     def has_failed_collective(self) -> bool:
         """Whether a collective failed. That is a symptom: another process may be the cause."""
-        return self.state == "failed" and _COLLECTIVE_ERROR in self.why
+        return self.state == "failed" and is_failed_collective(self.why)
 
     def close(self) -> None:
         """Restores the previous exception hook, unless the program has installed another one."""

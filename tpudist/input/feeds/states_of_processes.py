@@ -13,9 +13,11 @@ import zlib
 from collections.abc import Collection
 from typing import Any, TypedDict
 
+import jax
+
 from tpudist.input.feeds.step_counts import StepCounts
 from tpudist.input.iterator_state import State, UnreadState
-from tpudist.processes.coordination import Board
+from tpudist.processes.board import Board
 
 _PLANS, _STATES = "plans", "states"
 
@@ -66,7 +68,7 @@ class PassStates:
 
     def post_plan(self, plan: dict[str, Any]) -> None:
         """Leaves the plan of this process's datasets."""
-        self._board.post(f"{_PLANS}/{self._process}", json.dumps(plan))
+        self._post(_PLANS, json.dumps(plan))
 
     def plans(self) -> list[dict[str, Any]]:
         """Returns the plan of each process's datasets."""
@@ -103,7 +105,16 @@ class PassStates:
         posted: _Posted = {"first": first, "states": states, "ended": ended}
         # Positions of successive steps are nearly equal, so their text shrinks to a tenth.
         text = base64.b64encode(zlib.compress(json.dumps(posted).encode())).decode()
-        self._board.post(f"{_STATES}/{self._round}/{self._process}", text)
+        self._post(f"{_STATES}/{self._round}", text)
+
+    def _post(self, folder: str, text: str) -> None:
+        # An earlier text would stay, and be read as the position of this pass.
+        if not self._board.post(f"{folder}/{self._process}", text):
+            raise RuntimeError(
+                f"Process {jax.process_index()} begins pass '{self.name}' of a dataset, which has "
+                "positions already. All processes must create their distributed datasets, and begin "
+                "their passes, in the same order. Check whether one of them creates more or fewer."
+            )
 
     def end_round(self, end: int) -> None:
         """Ends a round, in which no process has posted the position after step `end` or later."""

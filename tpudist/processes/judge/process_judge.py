@@ -13,7 +13,12 @@ from tpudist.processes import process_state
 from tpudist.processes.exit_codes import EXIT_PEER_LOST, EXIT_USER_ERROR
 from tpudist.processes.host import this_host
 from tpudist.processes.judge.process_difference import describe_last_calls, find_difference
-from tpudist.processes.judge.process_reports import ALL_ENDED, Report, Verdict
+from tpudist.processes.judge.process_reports import (
+    ALL_ENDED,
+    Report,
+    Verdict,
+    is_failed_collective,
+)
 from tpudist.processes.judge.process_silence import SILENT_S, WARN_S, describe_silence
 
 _log = logging.getLogger("tpudist")
@@ -26,9 +31,6 @@ HANG_S = 600.0
 """Seconds that others may wait for one process until all end; `HANG_VARIABLE` overrides it."""
 HOLD_S = 2.0
 """Seconds for which a failed collective is not reported: another process may be the cause."""
-# The exception of a collective whose peer is gone. It is a symptom, so the cause gets `HOLD_S` to
-# become known: a process that raised reports within an interval, a stopped one is silent.
-_COLLECTIVE_ERROR = "JaxRuntimeError"
 # Each warning doubles the time until the next one. After this many seconds without a warning the
 # time starts at `WARN_S` again, so that a process that is always slow is reported now and then.
 _BETWEEN_WARNINGS_S = 120.0
@@ -126,7 +128,9 @@ class Judge:
         """Returns the verdict for a failed process; None while another may still be the cause."""
         details = reports[index].details
         why = details["why"]
-        if _COLLECTIVE_ERROR in why:
+        if is_failed_collective(why):
+            # The cause gets `HOLD_S` to become known: a process that raised reports within an
+            # interval, a stopped one is silent.
             self._failed_since_s = min(self._failed_since_s, this_host().monotonic())
             # Long enough for a process that went silent just before to be silent for `HOLD_S`, and
             # for the others to be heard again if process 0 could not reach any of them.

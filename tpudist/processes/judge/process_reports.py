@@ -20,6 +20,14 @@ _read_first_line = json.JSONDecoder().raw_decode  # ignores what follows the JSO
 
 State = Literal["running", "ended", "failed"]
 
+# The exception of a collective whose peer is gone.
+_COLLECTIVE_ERROR = "JaxRuntimeError"
+
+
+def is_failed_collective(why: str) -> bool:
+    """Whether a program failed in a collective: a symptom, whose cause may be another process."""
+    return _COLLECTIVE_ERROR in why
+
 
 class OrderReport(NamedTuple):
     """The latest calls of one order of shared calls, in one process.
