@@ -71,8 +71,8 @@ def test_an_error_in_the_first_process_ends_the_round_in_all():
         others
         == [
             [
-                "RuntimeError: Process 0 failed where all processes meet to count: ValueError: invalid "
-                "literal for int() with base 10: 'x'. Correct the error there.",
+                "RuntimeError: Process 0 failed where all processes meet to count: ValueError: "
+                "invalid literal for int() with base 10: 'x'. Correct the error there.",
                 "3 7",
             ]
         ]

@@ -7,7 +7,7 @@ process is the number with which it was started, and never changes. Messages, as
 |---|---|---|
 | `stop=g` | to members | the old generation is over: leave its runtime, prepare for generation g |
 | `ready=g, commit=c` | from a member | left; has the state of commit c in memory |
-| `go=g, rank, count, service, donor, cluster` | to members | connect, with this state, and run |
+| `go=g, rank, count, service, donor, members` | to members | connect, with this state, and run |
 | `began=g` | from a member | connected; its program runs |
 | `pause`, `paused` | to, from | stop after the present commit, and wait |
 | `stop_at=c` | to members | continue up to commit c, and stop there |
@@ -22,7 +22,7 @@ process is the number with which it was started, and never changes. Messages, as
 import enum
 import math
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tpudist.options.member_names import format_members
@@ -31,6 +31,7 @@ from tpudist.processes.host import this_host
 from tpudist.processes.judge.process_judge import HANG_VARIABLE, hang_timeout
 from tpudist.processes.peer_connections import is_ipv6
 from tpudist.processes.reported_wait import ReportedWait
+from tpudist.supervisor.cluster_addresses import digest_of, encode
 from tpudist.supervisor.member import Member, choose_members
 
 MAX_WITHOUT_PROGRESS = 8
@@ -66,6 +67,7 @@ class GenerationControl:
         host: Address of this host, at which coordination services listen.
         count: Number of processes of the first generation, and the most of later ones.
         report: Called with lines about the course of the run.
+        cluster: Addresses with which the launcher started the processes; see `cluster_addresses`.
 
     Attributes:
         connected: All connected processes, also those that wait for a later generation.
@@ -80,7 +82,14 @@ class GenerationControl:
         ValueError: If the variable of the hang timeout is not a positive number.
     """
 
-    def __init__(self, host: str, count: int, report: Callable[[str], None]):
+    def __init__(
+        self,
+        host: str,
+        count: int,
+        report: Callable[[str], None],
+        cluster: Sequence[str] = (),
+    ):
+        self._cluster_digest, self._cluster_size = digest_of(cluster), len(cluster)
         self._host, self._count, self._report = host, count, report
         self.connected: list[Member] = []
         self.members: list[Member] = []
@@ -130,6 +139,7 @@ class GenerationControl:
         # Each message has one of the keys below, which names its kind. Messages of an earlier
         # generation are normal: the member had sent them before it read `stop`.
         if "hello" in message:
+            member.cluster_digest = message["cluster"]
             self._welcome_again(member, message["host"], message["port"])
         elif "ready" in message:
             member.ready_for, member.commit = message["ready"], message["commit"]
@@ -325,17 +335,19 @@ class GenerationControl:
         self._services.append((service, list(self.members)))
         # All processes that have the newest state send it, so that the load is shared.
         donors = [x.address for x in self.members if x.commit == newest >= 0]
-        cluster = [f"{host}:{port}" for host, port in (x.address for x in self.members)]
+        addresses = [(x.index, f"{x.address[0]}:{x.address[1]}") for x in self.members]
+        without_cluster, with_cluster = (encode(addresses, n) for n in (0, self._cluster_size))
         for rank, member in enumerate(self.members):
             host, port = donors[rank % len(donors)] if donors else ("", 0)
             donor = {"host": host, "port": port, "commit": newest} if donors else None
+            knows_cluster = member.cluster_digest == self._cluster_digest
             member.send(
                 go=self._generation,
                 rank=rank,
                 count=len(self.members),
                 service=address,
                 donor=donor,
-                cluster=cluster,
+                members=with_cluster if knows_cluster else without_cluster,
             )
 
     def _check_commits(self, newest: int) -> None:

@@ -145,8 +145,8 @@ class _Attempt:
         self._numbers = launch.hosts.numbers(launch.num_processes)
         self._stopped_since_s: dict[int, float] = {}
         self._serves_others = False
-        self._membership = self._create_membership()
         self._cluster = {"worker": launch.hosts.processes(launch.num_processes)}
+        self._membership = self._create_membership()
 
     def run(self, wakeups: Wakeups) -> dict[int, int]:
         """Returns the exit codes in the order in which processes ended, without replaced ones."""
@@ -171,7 +171,8 @@ class _Attempt:
         # before the start. `is_used` tells the two apart later.
         if hosts.is_first:
             count = launch.num_processes * len(hosts.names)
-            return Membership(host, count, write, port=hosts.port, secret=secret)
+            cluster = self._cluster["worker"]
+            return Membership(host, count, write, port=hosts.port, secret=secret, cluster=cluster)
         assert secret is not None, "there are several hosts"
         return RemoteMembership(host, hosts.port, secret, write)
 

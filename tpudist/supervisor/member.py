@@ -17,6 +17,7 @@ class Member:
         place: Host and pid; see `process_state`.
         address: Host and port at which it sends its state to others.
         allowed: Numbers of processes with which its program can run; None for any number.
+        cluster_digest: Digest of the cluster in its TF_CONFIG; see `cluster_addresses`.
         ready_for: Last generation for which it has left its old runtime.
         commit: Newest commit whose state it has in memory; -1 if there is none.
         running: Last generation whose program it has started.
@@ -31,6 +32,7 @@ class Member:
     place: str
     address: tuple[str, int]
     allowed: Collection[int] | None
+    cluster_digest: str = ""
     ready_for: int = -1
     commit: int = -1
     running: int = -1

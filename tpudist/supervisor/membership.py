@@ -7,7 +7,7 @@ and the lock.
 
 import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tpudist.processes import json_lines
 from tpudist.processes.host import this_host
@@ -30,6 +30,7 @@ class Membership:
         report: Called with lines about the course of the run.
         port: Port to listen on; 0 for any free port.
         secret: Secret that processes must send; by default a random one.
+        cluster: Addresses with which the launcher starts the processes.
 
     Attributes:
         address: `host port secret`, for the processes.
@@ -48,12 +49,13 @@ class Membership:
         *,
         port: int = 0,
         secret: str | None = None,
+        cluster: Sequence[str] = (),
     ):
         # One lock for everything: each connection has a thread, and a message may change the state
         # of all members. Sending under the lock is safe, because messages are short and fit into
         # the buffers of the connections.
         self._lock = this_host().lock()
-        self._control = GenerationControl(host, count, report)
+        self._control = GenerationControl(host, count, report, cluster)
         self.is_used = False
         # Connections of supervisors of other hosts, with the processes that they have started.
         self._supervisors: dict[JsonConnection, set[int]] = {}
@@ -140,6 +142,7 @@ class Membership:
             hello["place"],
             (hello["host"], hello["port"]),
             hello["allowed"],
+            hello["cluster"],
         )
         # At once: if the process is lost from here on, the launcher must wait for the others.
         with self._lock:

@@ -5,7 +5,7 @@ import JAX on the same cores.
 """
 
 import contextlib
-import select
+import selectors
 import signal
 import socket
 from collections.abc import Iterator
@@ -40,7 +40,9 @@ class SystemWakeups(Wakeups):
         """Waits; see `Wakeups`."""
         # One byte for each signal; see `signal.set_wakeup_fd`. A full buffer drops some, which is
         # harmless: the caller looks at all processes after any of them.
-        has_arrived = bool(select.select([self._receiver], [], [], timeout_s)[0])
+        with selectors.DefaultSelector() as selector:  # `select` fails for descriptors from 1024 on
+            selector.register(self._receiver, selectors.EVENT_READ)
+            has_arrived = bool(selector.select(timeout_s))
         if has_arrived:
             self._receiver.recv(4096)
         return has_arrived

@@ -59,10 +59,9 @@ def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -
     except Exception as error:
         _exchange_descriptions(mesh, {"error": f"{type(error).__name__}: {error}"})
         raise
-    own = [
-        {i: _describe(x) for i, x in zip(mesh.local_replicas, column, strict=True)}
-        for column in arrays
-    ]
+    # In the order of the replicas, without their numbers: then processes with the same kinds of
+    # values send the same text, which goes to all of them once.
+    own = [list(map(_describe, column)) for column in arrays]
     # By names: the text of a structure may contain the address of a user's class.
     paths = jax.tree_util.tree_flatten_with_path(structure.unflatten(range(len(own))))[0]
     names = [jax.tree_util.keystr(path) for path, _ in paths]
@@ -71,13 +70,14 @@ def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -
     stacked = []
     for k, column in enumerate(arrays):
         descriptions: dict[int, Any] = {}
-        for i, x in (item for answer in answers for item in answer["values"][k].items()):
-            if descriptions.setdefault(int(i), x) != x:
-                raise ValueError(
-                    f"Replica {i} spans several processes, which have made different values for "
-                    f"it: {descriptions[int(i)]} and {x}. Make the same value in all processes of "
-                    "a replica."
-                )
+        for process, answer in zip(mesh.processes, answers, strict=True):
+            for i, x in zip(mesh.replicas_of_processes[process], answer["values"][k], strict=True):
+                if descriptions.setdefault(i, x) != x:
+                    raise ValueError(
+                        f"Replica {i} spans several processes, which have made different values "
+                        f"for it: {descriptions[i]} and {x}. Make the same value in all processes "
+                        "of a replica."
+                    )
         stacked.append(_stack(mesh, column, descriptions))
     return structure.unflatten(stacked)
 
@@ -85,7 +85,9 @@ def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -
 def _exchange_descriptions(mesh: ReplicaMesh, own: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Sends this process's description or error; returns those of all processes."""
     intention = process_agreement.Intention("values for each replica")
-    return [json.loads(x) for x in process_agreement.exchange(mesh, intention, json.dumps(own))]
+    texts = process_agreement.exchange(mesh, intention, json.dumps(own))
+    different = {text: json.loads(text) for text in dict.fromkeys(texts)}
+    return [different[text] for text in texts]
 
 
 def _check_answers(mesh: ReplicaMesh, answers: Sequence[Mapping[str, Any]]) -> None:

@@ -117,9 +117,16 @@ class ReplicaMesh:
     @functools.cached_property
     def local_replicas(self) -> tuple[int, ...]:
         """The replicas that have a device in this process, in order."""
-        me = jax.process_index()
-        rows = self.replica_devices
-        return tuple(i for i, row in enumerate(rows) if any(d.process_index == me for d in row))
+        return tuple(self.replicas_of_processes.get(jax.process_index(), ()))
+
+    @functools.cached_property
+    def replicas_of_processes(self) -> dict[int, list[int]]:
+        """The replicas that have a device in each process, in order."""
+        found: dict[int, list[int]] = {}
+        for i, row in enumerate(self.replica_devices):
+            for process in dict.fromkeys(d.process_index for d in row):
+                found.setdefault(process, []).append(i)
+        return found
 
     @functools.cached_property
     def num_processes(self) -> int:

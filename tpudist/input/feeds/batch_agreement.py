@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tpudist.errors import ProcessesDifferError
-from tpudist.input.process_rounds import Rounds
+from tpudist.input.process_rounds import Rounds, expand, group
 from tpudist.options.member_names import format_ranges
 from tpudist.processes import generations, process_agreement
 from tpudist.xla.mesh import ReplicaMesh
@@ -37,7 +37,7 @@ def require_same(
     Raises:
         ProcessesDifferError: If a process has another batch.
     """
-    _exchange(mesh, find_kinds, f"{sizes[0]} rows of {sizes[1]}")
+    _agree(mesh, find_kinds, f"{sizes[0]} rows of {sizes[1]}")
 
 
 def exchange_rows(
@@ -55,8 +55,8 @@ def exchange_rows(
             replica that they share.
     """
     rows_of: dict[int, int] = {}
-    for replicas, num_rows in _exchange(mesh, find_kinds, "", [mesh.local_replicas, rows]):
-        for replica in replicas:
+    for process, num_rows in zip(mesh.processes, _agree(mesh, find_kinds, "", rows), strict=True):
+        for replica in mesh.replicas_of_processes[process]:
             if rows_of.setdefault(replica, num_rows) != num_rows:
                 raise ProcessesDifferError(
                     f"distribute_batch was called with {rows_of[replica]} rows in one process and "
@@ -66,26 +66,34 @@ def exchange_rows(
     return tuple(rows_of[replica] for replica in range(mesh.num_replicas))
 
 
-def _exchange(
-    mesh: ReplicaMesh, find_kinds: Callable[[], list[str]], sizes: str, own: object = None
-) -> list[Any]:
-    """Returns `own` of all processes. Their kinds of arrays and sizes must be equal."""
+def _agree(
+    mesh: ReplicaMesh, find_kinds: Callable[[], list[str]], sizes: str, rows: int = 0
+) -> list[int]:
+    """Returns `rows` of all processes. Their kinds of arrays and sizes must be equal."""
     if not process_agreement.is_needed(mesh):
-        return [own]
+        return [rows]
     rounds = _rounds(mesh.processes)
-    answers = rounds.exchange({"batch": [sizes, *find_kinds()], "own": own})
-    batches = [(i, answer["batch"]) for i, answer in zip(rounds.processes, answers, strict=True)]
-    first, batch = batches[0]
-    for other, other_batch in batches:
-        if other_batch != batch:
-            texts = [", ".join(filter(None, x)) for x in (batch, other_batch)]
-            raise ProcessesDifferError(
-                f"distribute_batch was called with different batches: process {first} has "
-                f"{texts[0]}; process {other} has {texts[1]}. Pass the same batch in all "
-                "processes. Only with has_device_dim=True does each process have its own rows, "
-                "with the same structure, dtypes and row shapes."
-            )
-    return [answer["own"] for answer in answers]
+    answer = rounds.combine({"batch": [sizes, *find_kinds()], "rows": rows}, _compare)
+    if answer["different"]:
+        texts = [
+            f"process {rounds.processes[i]} has {', '.join(filter(None, batch))}"
+            for i, batch in answer["different"]
+        ]
+        raise ProcessesDifferError(
+            f"distribute_batch was called with different batches: {'; '.join(texts)}. Pass the "
+            "same batch in all processes. Only with has_device_dim=True does each process have "
+            "its own rows, with the same structure, dtypes and row shapes."
+        )
+    return [answer["rows"][i] for i in expand(answer["owners"])]
+
+
+def _compare(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the rows of all processes, or two processes with different batches."""
+    batch = messages[0]["batch"]
+    other = next((i for i, x in enumerate(messages) if x["batch"] != batch), None)
+    different = [] if other is None else [[0, batch], [other, messages[other]["batch"]]]
+    messages_with, owners = group(messages)
+    return {"different": different, "rows": [x["rows"] for x in messages_with], "owners": owners}
 
 
 # One channel for all calls: the processes make their calls in the same order, so the n-th messages

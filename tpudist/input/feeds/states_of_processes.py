@@ -112,8 +112,8 @@ class PassStates:
         if not self._board.post(f"{folder}/{self._process}", text):
             raise RuntimeError(
                 f"Process {jax.process_index()} begins pass '{self.name}' of a dataset, which has "
-                "positions already. All processes must create their distributed datasets, and begin "
-                "their passes, in the same order. Check whether one of them creates more or fewer."
+                "positions already. All processes must create their distributed datasets and begin "
+                "their passes in the same order. Check whether one of them creates more or fewer."
             )
 
     def end_round(self, end: int) -> None:

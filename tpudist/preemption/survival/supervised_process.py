@@ -38,6 +38,7 @@ from tpudist.processes.generations import GenerationEnded
 from tpudist.processes.host import Queue, Thread, this_host
 from tpudist.processes.json_lines import JsonConnection, Listener
 from tpudist.processes.process_exit import exit_now, print_error
+from tpudist.supervisor import cluster_addresses
 from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")
@@ -121,6 +122,9 @@ class SupervisedProcess:
         self._allowed = allowed
         host, port, self._secret, self._index = supervisor.split()
         self._events: Queue = this_host().queue()
+        # As the launcher has set it. A restart in this process begins with it again.
+        self._tf_config = this_host().environ.get("TF_CONFIG")
+        self._cluster = cluster_addresses.read_tf_config(self._tf_config or "")
         previous = restart_in_place.take_previous()
         self._is_restarted = previous is not None
         self._connection: JsonConnection = (
@@ -155,6 +159,7 @@ class SupervisedProcess:
             host=self._connection.local_host(),
             port=self._server.port,
             allowed=self._allowed,
+            cluster=cluster_addresses.digest_of(self._cluster),
         )
         this_host().start_thread(self._listen, name="tpudist supervisor")
         try:
@@ -243,6 +248,8 @@ class SupervisedProcess:
             self._ordered_generation = order["stop"]
             if self._generation is not None and not self._may_restart_jax(self._generation):
                 self._end_program(self._generation, order["why"])
+                if self._tf_config is not None:
+                    this_host().environ["TF_CONFIG"] = self._tf_config
                 restart_in_place.restart(self._connection, self._state)
             self._end_generation(order["why"])
             self._offer = self._ordered_generation, self._state
@@ -316,8 +323,9 @@ class SupervisedProcess:
             return
         joined.belong()
         task = {"type": "worker", "index": order["rank"]}
+        workers = cluster_addresses.decode(order["members"], self._cluster)
         this_host().environ["TF_CONFIG"] = json.dumps(
-            {"cluster": {"worker": order["cluster"]}, "task": task}
+            {"cluster": {"worker": workers}, "task": task}
         )
         self._state = joined.state
         commit = joined.state.commit if joined.state else 0  # the number of steps that are done
