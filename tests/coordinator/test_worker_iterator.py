@@ -53,3 +53,10 @@ def test_a_successor_does_not_read_the_consumed_examples_of_indexed_data():
     iterator.go_to(10**9)
     assert len(next(iterator)) == 4
     assert Numbers.num_reads == before + 4
+
+
+@pytest.mark.parametrize("make", [lambda: NumpyDataset(np.arange(8)).batch(4), lambda: iter("ab")])
+def test_a_successor_with_fewer_elements_raises(make):
+    with pytest.raises(ValueError, match="consumed 3 elements of its dataset, but .* has only 2"):
+        WorkerIterator(make).go_to(3)
+    WorkerIterator(make).go_to(2)

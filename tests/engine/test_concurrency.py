@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from tpudist.engine.concurrency import SystemConcurrency
+from tpudist.engine import concurrency
+from tpudist.engine.concurrency import Monitor, SystemConcurrency, WaitingThreads
 
 
 def start_waiting(condition, predicate):
@@ -99,6 +100,65 @@ def test_each_notification_of_one_wakes_another_thread():
         condition.notify_all()
     for thread in threads:
         thread.join()
+
+
+def test_a_notification_between_two_lines_of_another_one_is_not_lost():
+    """A finalizer may notify at any time, in the thread that wakes others."""
+    monitor = Monitor()
+    waiting, woken = WaitingThreads(monitor), []
+    for i in range(3):
+        waiting.add(Turn(lambda i=i: woken.append(i)), lambda: True)
+
+    class Interrupted(type(waiting._counts)):
+        def popleft(self):
+            count = super().popleft()
+            if interruptions:
+                interruptions.pop()()
+            return count
+
+    waiting._counts = Interrupted()
+    interruptions = [waiting.notify_one]
+    waiting.notify_one()
+    monitor.wake_notified()
+    assert woken == [0, 1]
+    waiting.notify_all()
+    monitor.wake_notified()
+    assert woken == [0, 1, 2]
+
+
+class Turn:
+    def __init__(self, release):
+        self.release = release
+
+
+def test_a_turn_that_was_given_too_late_is_not_given_again(monkeypatch):
+    """The wait had ended by its timeout, and the predicate did not hold any more."""
+    condition, ready = SystemConcurrency().condition(), []
+    times = iter([0.0, 0.0, 0.0, 1e9])  # the first timeout comes a little early
+
+    def add(turn, predicate):
+        turns.append(turn)
+        add_before(turn, predicate)
+
+    turns, add_before = [], condition._waiting.add
+    monkeypatch.setattr(condition._waiting, "add", add)
+    monkeypatch.setattr(concurrency.time, "monotonic", lambda: next(times))
+
+    def return_to(entered):
+        return_before(entered)
+        if len(turns) == 1:
+            ready.append(1)
+            condition.notify_all()
+            condition._lock.wake_notified()  # as another thread does it at this moment
+            condition._lock.depth = entered[0]
+            ready.clear()
+
+    return_before = condition._lock.return_to
+    monkeypatch.setattr(condition._lock, "return_to", return_to)
+    with condition:
+        assert not condition.wait_for(lambda: bool(ready), 0.001)
+    assert len(turns) >= 2
+    assert len(set(map(id, turns))) == len(turns)
 
 
 def test_branches_share_a_lock_but_not_notifications():

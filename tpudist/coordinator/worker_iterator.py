@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tpudist.input.sources.indexed_dataset import IndexedDataset
+from tpudist.input.sources.indexed_dataset import INFINITE_CARDINALITY, IndexedDataset
 
 
 class WorkerIterator:
@@ -57,10 +58,21 @@ class WorkerIterator:
         self._in_use.clear()
 
     def go_to(self, position: int) -> None:
-        """Skips the elements that a lost worker has consumed; reads them if it must."""
+        """Skips the elements that a lost worker has consumed; reads them if it must.
+
+        Raises:
+            ValueError: If there are fewer elements.
+        """
         if isinstance(self._dataset, IndexedDataset):
-            self._iterator = self._dataset.elements_from(position)
+            size = self._dataset.cardinality
+            count = position if size == INFINITE_CARDINALITY else min(size, position)
+            self._iterator = self._dataset.elements_from(count)
         else:
-            for _ in range(position):
-                next(self._iterator, None)
+            count = sum(1 for _ in itertools.islice(self._iterator, position))
+        if count < position:
+            raise ValueError(
+                f"A lost worker has consumed {position} elements of its dataset, but the dataset "
+                f"that its successor created has only {count}. The dataset function must return "
+                "the same data each time it is called."
+            )
         self._num_consumed = position

@@ -4,8 +4,10 @@ Code that uses only these can be replayed: `seeded_concurrency` implements them 
 chooses which thread continues.
 """
 
+import collections
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -156,8 +158,9 @@ class WaitingThreads:
         # In the order in which they began to wait. A thread that was woken is removed at once, so
         # that `notify_one` does not choose it again before it runs.
         self._predicates: dict[Turn, Callable[[], bool]] = {}
-        self._num_ones = 0  # calls of `notify_one` since threads were woken
-        self._notifies_all = False
+        # For each notification since threads were woken, how many of them it wakes. A finalizer may
+        # notify between any two lines, so a notification is added, and taken, by a single call.
+        self._counts: collections.deque[float] = collections.deque()
 
     def add(self, turn: Turn, predicate: Callable[[], bool]) -> None:
         """Adds the present thread, which will wait for its turn until the predicate holds."""
@@ -169,24 +172,24 @@ class WaitingThreads:
 
     def notify_all(self) -> None:
         """See `Condition`."""
-        is_notified = self._notifies_all or self._num_ones
-        self._notifies_all = True
-        if not is_notified:
-            self._monitor.notified.append(self)
+        self._notify(math.inf)
 
     def notify_one(self) -> None:
         """See `Condition`."""
-        is_notified = self._notifies_all or self._num_ones
-        self._num_ones += 1
-        if not is_notified:
-            self._monitor.notified.append(self)
+        self._notify(1)
+
+    def _notify(self, count: float) -> None:
+        # The order matters: the monitor must know of this group after the last notification.
+        self._counts.append(count)
+        self._monitor.notified.append(self)
 
     def wake_ready(self) -> None:
         """Wakes the notified threads whose predicates hold."""
-        count, self._num_ones = self._num_ones, 0
-        if self._notifies_all:
-            self._notifies_all, count = False, len(self._predicates)
-        for turn, predicate in list(itertools.islice(self._predicates.items(), count)):
+        count = 0.0
+        while self._counts:
+            count += self._counts.popleft()
+        most = int(min(count, len(self._predicates)))
+        for turn, predicate in list(itertools.islice(self._predicates.items(), most)):
             if _may_hold(predicate):
                 del self._predicates[turn]
                 turn.release()
@@ -258,23 +261,25 @@ class _SystemCondition(Condition):
         if predicate():
             return True
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        turn = threading.Lock()
-        turn.acquire()
         left_s = timeout_s
-        try:
-            while left_s is None or left_s > 0:
-                self._waiting.add(turn, predicate)
+        while left_s is None or left_s > 0:
+            # A new turn each time. The last one may have been given after its wait had ended by the
+            # timeout; a lock that is released twice is an error.
+            turn = threading.Lock()
+            turn.acquire()
+            self._waiting.add(turn, predicate)
+            try:
                 entered = self._lock.leave_completely()
                 try:
                     turn.acquire(timeout=-1 if left_s is None else min(left_s, _MAX_WAIT_S))
                 finally:
                     self._lock.return_to(entered)
-                if predicate():
-                    return True
-                left_s = None if end_s is None else end_s - time.monotonic()
-            return False
-        finally:
-            self._waiting.remove(turn)
+            finally:
+                self._waiting.remove(turn)
+            if predicate():
+                return True
+            left_s = None if end_s is None else end_s - time.monotonic()
+        return False
 
     def notify_all(self) -> None:
         self._waiting.notify_all()
