@@ -378,8 +378,9 @@ def test_a_state_of_another_kind_of_dataset_raises():
         (lambda state: state | {"source": None}, ValueError, "source is None"),
         (lambda state: state | {"source": {"batches": -1}}, ValueError, "'batches' is -1"),
         (lambda state: state | {"source": {"batches": True}}, ValueError, "'batches' is True"),
-        (lambda state: state | {"source": {"batches": 7}}, ValueError, "but a pass has 6"),
-        (lambda state: state | {"source": "here"}, ValueError, "'batches' is None"),
+        (lambda state: state | {"source": {"batches": 7}}, ValueError, "elements, but 7 batches"),
+        (lambda x: x | {"step": 7, "source": {"batches": 7}}, ValueError, "but a pass has 6"),
+        (lambda state: state | {"source": "here"}, ValueError, "in the source is 'here'"),
         (lambda state: state | {"plan": 3}, ValueError, "belongs to different data"),
     ],
 )
@@ -402,7 +403,7 @@ def test_a_corrupt_state_raises_and_changes_nothing(change, error, message):
         ({"rows": 2, "datasets": [[]]}, "process 0 reads 1. Use another"),
         ({"rows": -1, "datasets": [[{"batches": 1}]]}, "'rows' is -1"),
         ({"rows": 2, "datasets": [[{"batches": -1}]]}, "'batches' is -1"),
-        (["rows"], "'rows' is None"),
+        (["rows"], r"in the source is \['rows'\]"),
     ],
 )
 def test_a_corrupt_state_of_datasets_of_a_function_raises(source, message):

@@ -128,14 +128,21 @@ def decode(state: object, plan: dict[str, Any]) -> Position:
     require_plan(state["plan"], plan)
     step, source = read_count(state, "step"), state["source"]
     # A source has no position before the first element, and always has one after it.
-    if (source is None) != (step == 0):
-        raise ValueError(
-            f"The state is damaged: it was taken after {step} elements, but its position in the "
-            f"source is {source!r}. Use another state."
-        )
-    ended = state.get("ended") is True
+    is_dict = isinstance(source, dict)
+    require(
+        is_dict == (step > 0) and (is_dict or source is None),
+        f"it was taken after {step} elements, but its position in the source is {source!r}",
+    )
+    ended = state.get("ended", False)
+    require(isinstance(ended, bool), f"its 'ended' is {ended!r}, but must be True or False")
     version = read_count(state, "version")
     return Position(read_count(state, "pass"), step, source, ended, resumed=True, version=version)
+
+
+def require(is_intact: bool, found: str) -> None:
+    """Raises `ValueError` if a state is damaged; `found` completes "The state is damaged: "."""
+    if not is_intact:
+        raise ValueError(f"The state is damaged: {found}. Use another state.")
 
 
 def require_plan(stored: object, plan: dict[str, Any]) -> None:
@@ -193,11 +200,9 @@ def without_hosts(table: dict[str, Any]) -> dict[str, Any]:
 def read_count(state: object, key: str) -> int:
     """Returns the count under `key` of a state; raises `ValueError` if there is none."""
     value = state.get(key) if isinstance(state, dict) else None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(
-            f"The state is damaged: its {key!r} is {value!r}, but must be an integer of at least "
-            "0. Use another state."
-        )
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    require(is_count, f"its {key!r} is {value!r}, but must be an integer of at least 0")
+    assert isinstance(value, int), value
     return value
 
 

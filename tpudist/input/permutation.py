@@ -67,6 +67,10 @@ class Permutation:
         # any time, so it is one value.
         self._block: tuple[int, np.ndarray] = (0, np.zeros(0, np.int64))
 
+    def __reduce__(self) -> tuple[type["Permutation"], tuple[int, np.ndarray]]:
+        """Copies without the block: the copy of a read-only array can be written to."""
+        return Permutation, (self._num_rows, np.array(self._keys, np.uint64))
+
     def __len__(self) -> int:
         """Number of rows."""
         return self._num_rows
@@ -156,7 +160,7 @@ def _add_round(
 def shuffle(num_rows: int, seed: int, epoch: int) -> Order:
     """Returns the order of `num_rows` rows in an epoch, pseudorandom in all three numbers."""
     if num_rows <= MAX_ROWS_IN_MEMORY:
-        return shuffle_in_memory(num_rows, seed, epoch)
+        return generator(seed, epoch).permutation(num_rows)
     return Permutation(num_rows, _seeds(num_rows, seed, epoch).generate_state(*_KEYS))
 
 
@@ -175,19 +179,49 @@ def shuffle_part(num_rows: int, seed: int, epoch: int, part: tuple[int, ...]) ->
     return Permutation(num_rows, seeds.generate_state(*_KEYS))
 
 
+# `SeedSequence` joins the words of 32 bits of its numbers. So [2^32, 0] and [0, 1] are equal, and a
+# seed has only its lowest word there. The other words follow in the spawn key, which no seed below
+# 2^32 has. After the words of a number of rows or of an example comes a word that tells apart the
+# uses: 0 for a random transform, more for a shuffle.
+
+
+def _words(number: int) -> tuple[int, ...]:
+    """Returns the words of 32 bits of a number, lowest first; none for 0."""
+    words = []
+    while number:
+        words.append(number & 0xFFFFFFFF)
+        number >>= 32
+    return tuple(words)
+
+
 def _seeds(
     num_rows: int, seed: int, epoch: int, part: tuple[int, ...] = ()
 ) -> np.random.SeedSequence:
-    # The seeds of random transforms have one or two words in the place of the first three.
-    words = (num_rows & 0xFFFFFFFF, num_rows >> 32, 1, *part)
-    return np.random.SeedSequence([seed, epoch], spawn_key=words)
+    low, high = seed & 0xFFFFFFFF, _words(seed >> 32)
+    key = (num_rows & 0xFFFFFFFF, num_rows >> 32, 1 + len(high), *high, *part)
+    return np.random.SeedSequence([low, epoch], spawn_key=key)
+
+
+def seeds_of_example(seed: int, epoch: int, number: int) -> np.random.SeedSequence:
+    """Returns the seeds of the random transform of an example."""
+    # The number is a spawn key, and not a third seed: [seed, epoch, 0] would draw the same numbers
+    # as [seed, epoch], which shuffles the epoch.
+    low, high = seed & 0xFFFFFFFF, _words(seed >> 32)
+    key = (number & 0xFFFFFFFF, number >> 32, 0, *high) if high else (number,)
+    return np.random.SeedSequence([low, epoch], spawn_key=key)
 
 
 def generator(seed: int, epoch: int) -> np.random.Generator:
     """Returns the generator of an epoch: NumPy's default one, by name, as NumPy may replace it."""
+    seeds = np.random.SeedSequence([seed & 0xFFFFFFFF, epoch], spawn_key=_words(seed >> 32))
+    return np.random.Generator(np.random.PCG64(seeds))
+
+
+def old_generator(seed: int, epoch: int) -> np.random.Generator:
+    """Returns the generator of an epoch for states of version 1."""
     return np.random.Generator(np.random.PCG64([seed, epoch]))
 
 
 def shuffle_in_memory(num_rows: int, seed: int, epoch: int) -> np.ndarray:
     """Returns an order as an array, which states of version 1 have for any number of rows."""
-    return generator(seed, epoch).permutation(num_rows)
+    return old_generator(seed, epoch).permutation(num_rows)

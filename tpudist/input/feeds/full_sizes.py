@@ -5,7 +5,7 @@ the rows of a full batch are the most rows of any batch of that shape so far. A 
 rows is partial, and padded to that size. After a larger batch, the old size is partial, too.
 """
 
-from tpudist.input.iterator_state import State, read_count
+from tpudist.input.iterator_state import State, read_count, require
 
 _KEY = "sizes by shape"
 
@@ -47,11 +47,13 @@ class FullSizes:
         Raises:
             ValueError: If the state is damaged.
         """
-        largest = read_count(state, key)
-        if self._sizes:
-            return
-        sizes = state.get(_KEY)
-        if isinstance(sizes, dict):
-            self._sizes = {shapes: read_count(sizes, shapes) for shapes in sizes}
-        else:
-            self._restored = largest or None
+        largest, sizes = read_count(state, key), {}
+        if _KEY in state:
+            stored = state[_KEY]
+            sizes = {x: read_count(stored, x) for x in stored} if isinstance(stored, dict) else {}
+            require(
+                max(sizes.values(), default=None) == largest,
+                f"its {_KEY!r} are {stored!r}, but its {key!r} is {largest}",
+            )
+        if not self._sizes:
+            self._sizes, self._restored = sizes, None if sizes else largest or None

@@ -14,7 +14,7 @@ import numpy as np
 from tpudist.array_types import PyTree
 from tpudist.input.feeds.batch import describe_shapes
 from tpudist.input.feeds.full_sizes import FullSizes
-from tpudist.input.iterator_state import State, read_count
+from tpudist.input.iterator_state import State, read_count, require
 from tpudist.input.rows_of_replicas import Assignment
 from tpudist.input.sources import iterable
 from tpudist.input.sources.indexed_dataset import (
@@ -158,9 +158,11 @@ class RebatchedPass(Iterator["Part"]):
             # The beginning of a pass, which `Position.state_for` gives to every kind of source.
             self._before = state
         elif state is not None:
+            require("before" in state, "it has no 'before', the position before the present batch")
             self._num_taken = read_count(state, "parts")
             self._num_rows_taken = read_count(state, "rows") if "rows" in state else None
-            before: State = state.get("before") or {"batches": 0}
+            before: State = {"batches": 0} if state["before"] is None else state["before"]
+            read_count(before, "batches")
             # `Position.state_for` adds "ended" to this state; the source must know it, too.
             self._before = before | {"ended": True} if state.get("ended") else before
             self._expected = state.get("checksum")

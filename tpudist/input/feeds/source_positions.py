@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tpudist.input.feeds.batch import Step
-from tpudist.input.iterator_state import State
+from tpudist.input.iterator_state import State, require
 from tpudist.input.sources import iterable
 
 
@@ -33,12 +33,16 @@ def states_of(process: int, state: State, num_datasets: int) -> list[State | Non
         ValueError: If the state is damaged.
     """
     own = state_of_process(process, state, "datasets")
-    if not isinstance(own, list) or len(own) != num_datasets:
-        raise ValueError(
-            f"The state is damaged: it has {state.get('datasets')!r} as the datasets of all "
-            f"processes, but process {process} reads {num_datasets}. Use another state."
-        )
+    require(
+        isinstance(own, list) and len(own) == num_datasets and all(map(_is_dict, own)),
+        f"it has {state.get('datasets')!r} as the datasets of all processes, but process {process} "
+        f"reads {num_datasets}",
+    )
     return own
+
+
+def _is_dict(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def state_of_process(process: int, state: State, key: str) -> Any:

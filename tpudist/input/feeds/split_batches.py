@@ -14,7 +14,7 @@ from tpudist.input.feeds import equal_batches
 from tpudist.input.feeds.empty_pass import warn_of_empty_pass
 from tpudist.input.feeds.equal_batches import HostElement, ReadBatch
 from tpudist.input.feeds.full_sizes import FullSizes
-from tpudist.input.iterator_state import Position
+from tpudist.input.iterator_state import Position, read_count, require
 from tpudist.input.process_rounds import Rounds
 from tpudist.input.rows_of_replicas import Assignment
 from tpudist.input.sources.indexed_dataset import UNKNOWN_CARDINALITY, IndexedDataset
@@ -131,9 +131,17 @@ class SplitBatches:
         if state is not None and self.source.global_batch_size is None:
             self._sizes.restore(state, "global batch size")
             state = state.get("dataset")
+        if position.step:
+            # Batches that are dropped are no elements. A dataset that is read by number has none.
+            num_read, is_exact = (
+                read_count(state, "batches"),
+                isinstance(self.source, IndexedDataset),
+            )
+            require(
+                num_read == position.step if is_exact else num_read >= position.step,
+                f"it was taken after {position.step} elements, but {num_read} batches",
+            )
         state = position.state_for(state)
-        if isinstance(state, dict):
-            num_read = state.get("batches", 0)
 
         def begin() -> SourcePass:
             source = self.source.with_orders_of(position.version)

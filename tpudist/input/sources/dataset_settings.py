@@ -42,14 +42,17 @@ class Settings:
         """Returns the order of an epoch; None for ascending."""
         if self.seed is None:
             return None
-        if self.has_order_in_memory(num_examples):
-            return permutation.shuffle_in_memory(num_examples, self.seed, epoch)
-        return permutation.shuffle(num_examples, self.seed, epoch)
+        shuffle = permutation.shuffle_in_memory if self.is_old else permutation.shuffle
+        return shuffle(num_examples, self.seed, epoch)
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the orders are those of states of version 1."""
+        return self.state_version == iterator_state.ARRAYS_VERSION
 
     def has_order_in_memory(self, num_examples: int) -> bool:
         """Whether the order of a shuffle is an array: of few rows, or for states of version 1."""
-        is_old = self.state_version == iterator_state.ARRAYS_VERSION
-        return is_old or num_examples <= permutation.MAX_ROWS_IN_MEMORY
+        return self.is_old or num_examples <= permutation.MAX_ROWS_IN_MEMORY
 
     @property
     def has_shard_hint(self) -> bool:

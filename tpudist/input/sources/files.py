@@ -158,7 +158,8 @@ class FileDataset(RecordDataset):
             return FileOrder(num_rows, size, None, None)
         num_files = int(np.count_nonzero(num_rows))
         if self._settings.has_order_in_memory(self.num_examples):
-            rng = permutation.generator(seed, epoch)
+            make = permutation.old_generator if self._settings.is_old else permutation.generator
+            rng = make(seed, epoch)
             arrays = [self._shuffle_in_memory(i, n, rng) for i, n in enumerate(num_rows.tolist())]
             return FileOrder(num_rows, size, rng.permutation(num_files), arrays.__getitem__)
         order_of_files = permutation.shuffle_part(num_files, seed, epoch, (_OF_FILES,))

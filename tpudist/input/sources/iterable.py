@@ -178,6 +178,8 @@ class IterableSource:
 
     def elements(self, pass_number: int, state: State | None = None) -> "Elements":
         """Returns the same as `begin`, but the user's elements instead of batches."""
+        if state is not None:
+            _check_state(state)
         if self.has_one_pass:
             if self._is_used and (state is None or not _has_state(self._source)):
                 self._raise_second_pass()
@@ -239,6 +241,19 @@ class IterableSource:
             "started. Pass a function that makes a new one for each pass, such as the generator "
             "function itself."
         )
+
+
+def _check_state(state: State) -> None:
+    """Raises `ValueError` if a state is damaged, before a pass is opened."""
+    num_batches = iterator_state.read_count(state, "batches")
+    for key in ("opened", "since", "checksum"):  # states of earlier releases lack some
+        if key in state:
+            iterator_state.read_count(state, key)
+    since = state.get("since", 0)
+    iterator_state.require(
+        since <= num_batches and ("since" in state) <= ("iterator" in state),
+        f"it was taken after {num_batches} batches, {since} after the position of its iterator",
+    )
 
 
 class Elements(Iterator[PyTree]):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from tpudist.array_types import PyTree
+from tpudist.input import permutation
 from tpudist.input.daemon_threads import DaemonThreads
 from tpudist.input.sources.indexed_dataset import IndexedDataset
 from tpudist.input.transfer import host_batch, reused_memory
@@ -150,9 +151,12 @@ class RecordDataset(IndexedDataset):
             yield example
 
     def _rng(self, epoch: int, number: int) -> np.random.Generator:
-        # The number is a spawn key, and not a third seed: [seed, epoch, 0] would draw the same
-        # numbers as [seed, epoch], which shuffles the epoch. Without a shuffle the seed is 0.
-        seeds = np.random.SeedSequence([self._settings.seed or 0, epoch], spawn_key=(number,))
+        seed = self._settings.seed or 0  # also without a shuffle
+        seeds = (
+            np.random.SeedSequence([seed, epoch], spawn_key=(number,))
+            if self._settings.is_old
+            else permutation.seeds_of_example(seed, epoch, number)
+        )
         return np.random.Generator(np.random.PCG64(seeds))
 
     def _leaves_of(self, number: int, example: PyTree) -> list[Any]:
