@@ -76,7 +76,7 @@ def test_one_thread_serves_all_connections(first, lost):
     before = set(threading.enumerate())
     address = first.listen(HOST)
     assert count_threads(before) == 1
-    others = [PeerConnections(i, lambda _: None) for i in range(1, 33)]
+    others = [PeerConnections(i, lambda *_: None) for i in range(1, 33)]
     for other in others:
         other.connect(HOST, address)
     deadline = time.monotonic() + 10
@@ -110,7 +110,7 @@ def test_a_silent_stranger_is_dropped_and_stops_nobody(first, lost, monkeypatch)
 
 
 def test_process_0_is_heard(first):
-    other = PeerConnections(1, lambda _: None)
+    other = PeerConnections(1, lambda *_: None)
     assert other.silence_s() == 0.0
     other.connect(HOST, first.listen(HOST))
     connected_s = other._heard_s

@@ -338,7 +338,7 @@ class Watch:
         wait = ReportedWait(5.0)
         # A failed process stays until its report has been judged (`HOLD_S`, and some intervals)
         # and the others have got the verdict; then it does not depend on them.
-        most_s, since_s = HOLD_S + 3 * self._interval_s + GRACE_S, 0.0
+        most_s, since_s = HOLD_S + 3 * (self._interval_s + self._round_trip_s) + GRACE_S, 0.0
         while not self._ended_together.wait(0.02):
             if self._outcome.has_failed_collective and self._silence_of_0.may_have_a_cause():
                 since_s = wait.waited_s  # if process 0 is reached again, it judges only then

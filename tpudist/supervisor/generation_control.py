@@ -27,11 +27,11 @@ from typing import Any
 
 from tpudist.options.member_names import format_members
 from tpudist.processes import process_state
+from tpudist.processes.cluster_addresses import digest_of, encode
 from tpudist.processes.host import this_host
 from tpudist.processes.judge.process_judge import HANG_VARIABLE, hang_timeout
 from tpudist.processes.peer_connections import is_ipv6
 from tpudist.processes.reported_wait import ReportedWait
-from tpudist.supervisor.cluster_addresses import digest_of, encode
 from tpudist.supervisor.member import Member, choose_members
 
 MAX_WITHOUT_PROGRESS = 8

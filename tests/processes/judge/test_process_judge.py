@@ -181,3 +181,33 @@ def test_a_silent_process_does_not_hide_a_lagging_one(clock, warnings, monkeypat
     seconds, verdict = run(Judge(3), clock, 60, reports)
     assert verdict.failed == 2
     assert 30 < seconds < 32
+
+
+def test_reports_of_a_slow_link_are_no_silence(clock, monkeypatch):
+    """A round trip of 6 s. Else it would be the cause of each failure of another process."""
+    monkeypatch.setattr(process_state, "find", lambda place: process_state.State.RUNNING)
+    reports = {0: make_report(0), 1: make_report(0)}
+
+    def report(i):
+        beat = i // 12 if i < 120 else 9  # after a minute it is silent
+        return {**reports, 0: make_report(i), 1: make_report(beat)}
+
+    judge = Judge(2)
+    seconds, verdict = run(judge, clock, 60, report)
+    assert verdict is None
+    assert judge._find_silences(number(report(119))) == []
+    seconds, verdict = run(judge, clock, 120, lambda i: report(i + 120))
+    assert verdict.failed == 1
+    assert 90 < seconds < 100
+
+
+def test_a_pause_delays_a_verdict_by_a_limited_time(clock, monkeypatch):
+    """A process that was stopped for a minute, and is silent again, has no more time than this."""
+    monkeypatch.setattr(process_state, "find", lambda place: process_state.State.RUNNING)
+    judge = Judge(2)
+    run(judge, clock, 60, lambda i: {0: make_report(i), 1: make_report(0)})
+    seconds, verdict = run(
+        judge, clock, 200, lambda i: {0: make_report(100 + i), 1: make_report(1)}
+    )
+    assert verdict.failed == 1
+    assert 90 < seconds < 90 + 16

@@ -28,6 +28,7 @@ from tpudist.preemption.survival.held_error import HeldError
 from tpudist.preemption.survival.program_generation import ProgramGeneration
 from tpudist.preemption.survival.survivor import Copies, StateCopy, Survivor
 from tpudist.processes import (
+    cluster_addresses,
     generations,
     json_lines,
     process_state,
@@ -38,7 +39,6 @@ from tpudist.processes.generations import GenerationEnded
 from tpudist.processes.host import Queue, Thread, this_host
 from tpudist.processes.json_lines import JsonConnection, Listener
 from tpudist.processes.process_exit import exit_now, print_error
-from tpudist.supervisor import cluster_addresses
 from tpudist.xla.settings import Setting
 
 _log = logging.getLogger("tpudist")

@@ -20,6 +20,7 @@ from tpudist.processes.judge.process_reports import (
     is_failed_collective,
 )
 from tpudist.processes.judge.process_silence import SILENT_S, WARN_S, describe_silence
+from tpudist.processes.peer_connections import DEAD_PEER_S
 
 _log = logging.getLogger("tpudist")
 
@@ -57,9 +58,9 @@ class Judge:
 
     def __init__(self, count: int):
         self._count, self._interval_s = count, report_interval_s(count)
-        # Last beat of each process, and when it was first seen. The clocks of hosts may differ, so
-        # beats are only compared for equality.
-        self._beats: dict[int, tuple[int, float]] = {}
+        # Last beat of each process, when it was first seen, and how long after the one before. The
+        # clocks of hosts may differ, so beats are only compared for equality.
+        self._beats: dict[int, tuple[int, float, float]] = {}
         # For each process, its numbers of shared calls, and since when another process is ahead of
         # it while it has these.
         self._behind_since: dict[int, tuple[list[int], float]] = {}
@@ -169,9 +170,13 @@ class Judge:
         for index, report in reports.items():
             known = beats.get(index)
             if known is None or known[0] != report.beat:
-                beats[index] = report.beat, now
+                gap_s = 0.0 if known is None else min(now - known[1], DEAD_PEER_S)
+                beats[index] = report.beat, now, gap_s
             elif known[1] <= since_s and report.state == "running":
-                silences.append((index, now - known[1] - due_s))
+                # On a slow link, reports are as far apart as a round trip is long.
+                silence_s = now - known[1] - max(due_s, known[2] - INTERVAL_S)
+                if silence_s >= HOLD_S:
+                    silences.append((index, silence_s))
         return sorted(silences, key=lambda x: -x[1])
 
     def _find_laggard(self, reports: Reports, silent: Collection[int]) -> tuple[int, float] | None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks.counting_service import exponent
-from tpudist.supervisor.cluster_addresses import (
+from tpudist.processes.cluster_addresses import (
     decode,
     digest_of,
     encode,
