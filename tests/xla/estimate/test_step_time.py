@@ -345,3 +345,17 @@ def test_instructions_of_one_line_are_one_operation():
     ]
     assert top[0].seconds == pytest.approx(30 * top[1].seconds)
     assert sum(op.share for op in top) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("line", "num_bytes"),
+    [
+        (f"%x = {BIG} all-reduce(%a), to_apply=%add", 2 * ALL),
+        (f"%x = {VMEM_BIG} all-reduce(%a), to_apply=%add", ALL),
+        (f"%x = {BIG} all-gather(%c), dimensions={{0}}", ROW + ALL),
+        (f"%x = ({SMALL}, {BIG}) all-gather-start(%c), dimensions={{0}}", ROW + ALL),
+    ],
+)
+def test_the_ends_of_a_collective_pass_through_hbm(line, num_bytes):
+    module = hlo_programs.program(f"%a = {BIG} parameter(0)", f"%c = {SMALL} parameter(1)", line)
+    assert hbm_traffic.collective_bytes(module, hlo_programs.last(module)) == num_bytes

@@ -90,6 +90,20 @@ def vmem_bytes(module: Module, instruction: Instruction) -> float:
     return _array_bytes(module, instruction, shapes.VMEM)
 
 
+def collective_bytes(module: Module, instruction: Instruction) -> float:
+    """Returns the bytes of the operands and results in HBM of a collective.
+
+    Returns 0 for the start of an asynchronous fusion, whose operands other operations read, too.
+    """
+    opcode = instruction.opcode
+    if not opcode.endswith("-start") or opcode == "all-reduce-start":
+        return _array_bytes(module, instruction, shapes.HBM)
+    if opcode.removesuffix("-start") not in collective_ops.KINDS:
+        return 0.0
+    # The result of the start of a collective is (operands, results, contexts).
+    return float(sum(x.padded_bytes for x in instruction.arrays if _is_in_hbm(x)))
+
+
 def _array_bytes(module: Module, instruction: Instruction, memory_space: int) -> float:
     operands = module.operands_of(instruction)
     arrays = [array for operand in operands for array in operand.arrays] + [*instruction.arrays]

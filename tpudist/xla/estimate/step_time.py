@@ -116,7 +116,7 @@ class TimeEstimate:
 def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEstimate:
     """Estimates the step of a compiled program from its timeline."""
     events = simulated.events
-    hbm_bytes = _per_step(events, lambda e: e.price.hbm_bytes if e.price else 0.0)
+    hbm_bytes = _per_step(events, lambda e: _hbm_bytes(module, e))
     # Asynchronous copies have no price. A copy from or to the host has only one end in HBM.
     hbm_bytes += _per_step(
         tuple(e for e in events if e.is_async and _network(e) in ("hbm", "host")),
@@ -179,6 +179,15 @@ def estimate(module: Module, chip: Chip, simulated: timeline.Timeline) -> TimeEs
 def _per_step(events: tuple[Event, ...], each: Callable[[Event], float]) -> float:
     """Returns the sum over all runs of a figure of each run."""
     return sum(event.count * each(event) for event in events)
+
+
+def _hbm_bytes(module: Module, event: Event) -> float:
+    """Returns the bytes through HBM of a run of an instruction, or of the ends of a collective."""
+    computed = event.price.hbm_bytes if event.price else 0.0
+    is_fusion = event.instruction.opcode == "fusion"
+    if _network(event) not in ("ici", "dcn") or (event.is_async and is_fusion):
+        return computed
+    return max(computed, hbm_traffic.collective_bytes(module, event.instruction))
 
 
 def _network(event: Event) -> str | None:
