@@ -4,6 +4,7 @@
     python scripts/simulate.py --seeds 0:1000            # only what is wrong
     python scripts/simulate.py --seeds 0:100 --processes 64 --kind SPLIT
     python scripts/simulate.py --run survival --seeds 7  # under supervisors, with survivors
+    python scripts/simulate.py --run functions --seeds 7 # a coordinator, workers and servers
     python scripts/simulate.py --growth                  # what each operation costs, 16 to 4,096
 
 A fault that a test found is replayed with its seed, as long as the code sends the same messages.
@@ -18,12 +19,12 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX is imported, which looks for TPUs
 
-from simulation import growth, outcomes, survival
+from simulation import growth, outcomes, scheduling, survival
 from simulation.faults import Kind
 from simulation.operations import MEASURES
 from simulation.process import Process
 
-RUNS = {"training": outcomes.run, "survival": survival.run}
+RUNS = {"training": outcomes.run, "survival": survival.run, "functions": scheduling.run}
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0:100", help="seed, or first:end")
     parser.add_argument("--run", choices=RUNS, default="training", help="default: training")
-    parser.add_argument("--processes", type=int, help="number of processes, or of hosts")
+    parser.add_argument("--processes", type=int, help="number of processes, hosts or workers")
     parser.add_argument("--kind", choices=[x.name for x in Kind], help="kind of all faults")
     parser.add_argument("--faults", type=int, help="number of faults; default: random, 0 to 3")
     parser.add_argument("--growth", action="store_true", help="measure operations, without faults")

@@ -37,10 +37,10 @@ class Cost:
         all_know_s: Virtual seconds until all processes know the result.
     """
 
-    messages_0: int
-    bytes_0: int
-    messages: int
-    bytes: int
+    messages_0: float
+    bytes_0: float
+    messages: float
+    bytes: float
     cpu_0_s: float
     cpu_s: float
     all_know_s: float
