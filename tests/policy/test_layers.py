@@ -46,7 +46,8 @@ def test_tpudist_has_few_packages_few_imports_and_no_cycles():
     assert found["cycles of packages"] == []
     assert found["cycles of modules"] == []
     assert found["packages (entries at the top)"] <= 42
-    assert found["layers"] <= 17
+    # The planner asks `keras` for the program of `fit`, so these are two layers.
+    assert found["layers"] <= 18
     # Messages shorten text and name processes and replicas with `options`, checkpoints open objects
     # of libraries, nine packages draw their tables with `display`, and the planner reads traces of
     # the profiler, which are protocol buffers.

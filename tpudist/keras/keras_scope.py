@@ -8,12 +8,16 @@ import.
 import contextlib
 import importlib.abc
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
+from tpudist.array_types import PyTree
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.keras.method_program import MethodProgram
 
 
 @contextlib.contextmanager
@@ -40,6 +44,33 @@ def enter(strategy: StrategyBase) -> Iterator[None]:
 
     with current_distribution.use(strategy):
         yield
+
+
+def open_program(
+    fn: object,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    in_shardings: PyTree,
+    topology: str | None,
+    strategy: StrategyBase | None,
+) -> MethodProgram | None:
+    """Returns the program of a method of a Keras model; None for other functions.
+
+    See `fit_program.open_program`.
+
+    Raises:
+        RuntimeError: If this Keras is not supported.
+    """
+    if not _is_imported():
+        return None
+    model = fn.__self__ if inspect.ismethod(fn) else fn
+    if not isinstance(model, sys.modules["keras"].Model):
+        return None
+    from tpudist.keras import fit_program, keras_support
+
+    if keras_support.problem is not None:
+        raise RuntimeError(keras_support.problem)
+    return fit_program.open_program(fn, args, kwargs, in_shardings, topology, strategy)
 
 
 def watch() -> None:

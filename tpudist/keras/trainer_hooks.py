@@ -29,13 +29,11 @@ from tpudist.keras import (
     process_batches,
     uneven_rows,
 )
+from tpudist.keras.fit_program import RETURNED, make_step, require_on_mesh
 from tpudist.keras.keras_internals import Batch
 from tpudist.keras.mesh_distribution import MeshDistribution
 from tpudist.state import missing_arrays
 
-# The parts of the state (trainable and other variables, optimizer, metrics) that each step returns,
-# as indices of `keras_internals.state_of`.
-_RETURNED = {"train": (0, 1, 2, 3), "test": (0, 1, 3), "predict": (0, 1)}
 # The distribution for which each function that `fit` and the others call was compiled.
 _distribution_of_function: "weakref.WeakKeyDictionary[Callable, MeshDistribution]" = (
     weakref.WeakKeyDictionary()
@@ -50,7 +48,7 @@ def install() -> None:
         return
     _is_installed = True
     _hook_placement()
-    for kind in _RETURNED:
+    for kind in RETURNED:
         _hook_make_function(kind)
     # `predict_on_batch` is the only method that does not place its batch. This hook must be below
     # the one of `_hook_training`, which enters the scope, so it comes first.
@@ -144,17 +142,10 @@ def _compile_step(
     model: keras.Model, kind: str, distribution: MeshDistribution
 ) -> Callable[..., Any]:
     """Returns the model's step on real rows, compiled as the model requires."""
-    _require_on_mesh(model, distribution)
+    require_on_mesh(model, distribution)
     _warn_of_idle_patterns(model, distribution)
 
-    def step(state, data):
-        # The method is looked up in each trace, as Keras does.
-        outputs, changed = getattr(model, f"{kind}_step")(state, uneven_rows.cut_batch(data))
-        if kind == "predict":
-            # `predict_step` returns only the other variables; the trainable ones stay the same.
-            return outputs, (state[0], changed)
-        return outputs, changed
-
+    step = make_step(model, kind)
     if model.run_eagerly or not model.jit_compile:
         if distribution.mesh.size > 1:
             option = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
@@ -169,7 +160,7 @@ def _compile_step(
     # new ones back later. These keep the shardings of the old ones, or the next step would be
     # compiled again.
     shardings = keras_internals.state_shardings(model)
-    returned = tuple(shardings[i] for i in _RETURNED[kind])
+    returned = tuple(shardings[i] for i in RETURNED[kind])
     # The outputs are whole on every device: rows that are split unevenly cannot leave a program.
     return jax.jit(
         step,
@@ -177,32 +168,6 @@ def _compile_step(
         out_shardings=(distribution.whole, returned),
         compiler_options=dict(distribution.strategy.compiler_options) or None,
     )
-
-
-def _require_on_mesh(model: keras.Model, distribution: MeshDistribution) -> None:
-    """Checks that all variables of a model were created in the scope.
-
-    Raises:
-        ValueError: If one was not.
-    """
-    devices = set(distribution.mesh.devices.flat)
-    optimizer = keras_internals.optimizer_of(model)
-    parts = (
-        ("", model.variables),
-        ("optimizer's ", optimizer.variables if optimizer else []),
-        ("metrics' ", model.metrics_variables),
-    )
-    for owner, variables in parts:
-        for variable in variables:
-            actual = variable.value.sharding.device_set
-            if actual != devices:
-                raise ValueError(
-                    f"The {owner}variable {variable.path!r} of the model {model.name!r} is on "
-                    f"{len(actual)} device(s) ({', '.join(sorted(map(str, actual))[:3])}), not on "
-                    f"the {len(devices)} of {distribution.strategy!r}: it was made outside of the "
-                    f"strategy's scope. Make the model, its optimizer and its metrics in `with "
-                    f"strategy.scope():`."
-                )
 
 
 def _warn_of_idle_patterns(model: keras.Model, distribution: MeshDistribution) -> None:
@@ -286,7 +251,7 @@ def _require_hooked_functions(model: keras.Model, distribution: MeshDistribution
     Raises:
         ValueError: If it does.
     """
-    for kind in _RETURNED:
+    for kind in RETURNED:
         name = f"make_{kind}_function"
         if getattr(type(model), name) is not getattr(keras_internals.trainer_class(), name):
             raise ValueError(

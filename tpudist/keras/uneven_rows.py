@@ -120,6 +120,21 @@ def place(value: Any, distribution: MeshDistribution) -> Any:
     return UnevenRows(padded, (num_rows,), False, sharding)
 
 
+def describe_placed(
+    value: jax.ShapeDtypeStruct | None, distribution: MeshDistribution
+) -> "jax.ShapeDtypeStruct | UnevenRows | None":
+    """Returns the shape and placement of a leaf that `place` would place."""
+    if value is None:
+        return None
+    if not value.shape:
+        return jax.ShapeDtypeStruct((), value.dtype, sharding=distribution.whole)
+    num_rows = value.shape[0]
+    sharding, parts = distribution.rows_sharding(num_rows)
+    shape = (num_rows + -num_rows % parts, *value.shape[1:])
+    padded = jax.ShapeDtypeStruct(shape, value.dtype, sharding=sharding)
+    return padded if shape == value.shape else UnevenRows(padded, (num_rows,), False, sharding)
+
+
 def _warn_of_whole(value: object, distribution: MeshDistribution) -> None:
     if distribution.mesh.size > 1:
         warnings.warn(

@@ -55,11 +55,13 @@ class LeafFacts:
         name: The user's name.
         shape: Its shape; None if it is neither an array nor a number.
         is_array: Whether it is an array.
+        role: Its role; None to guess it from the name.
     """
 
     name: str
     shape: Shape | None
     is_array: bool
+    role: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

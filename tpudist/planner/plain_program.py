@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tpudist.keras.method_program import MethodProgram
 from tpudist.planner import input_roles
 from tpudist.planner.plain_placement import LeafFacts, PlacedCall
 from tpudist.programs import jaxprs
@@ -65,16 +66,19 @@ class LoweredCall:
         return [
             InputLeaf(
                 name,
-                input_roles.guess_role(name),
+                role or input_roles.guess_role(name),
                 x.shape,
                 x.dtype,
                 whole if x.sharding is None else x.sharding,
                 x.donated,
             )
-            for x, name in zip(inputs, names, strict=True)
+            for x, (name, role) in zip(inputs, names, strict=True)
         ]
 
-    def _name_inputs(self, inputs: Sequence[lowered_program.ProgramInput]) -> list[str]:
+    def _name_inputs(
+        self, inputs: Sequence[lowered_program.ProgramInput]
+    ) -> list[tuple[str, str | None]]:
+        """Returns the name of each input, and its role if it is known."""
         own = [x.name for x in inputs]
         places = [x.number for x in inputs]
         matches = [_EQUINOX.fullmatch(name) for name in own]
@@ -85,8 +89,9 @@ class LoweredCall:
         for leaves in (self.leaves, arrays, [x for x in self.leaves if x.shape is not None]):
             found = [leaves[i] for i in places if i < len(leaves)]
             if [x.shape for x in found] == [x.shape for x in inputs]:
-                return [leaf.name or name for leaf, name in zip(found, own, strict=True)]
-        return own  # a wrapper has changed the order
+                pairs = zip(found, own, strict=True)
+                return [(leaf.name or name, leaf.role) for leaf, name in pairs]
+        return [(name, None) for name in own]  # a wrapper has changed the order
 
 
 def lower_program(program: jax.stages.Traced | jax.stages.Lowered) -> LoweredCall:
@@ -94,6 +99,15 @@ def lower_program(program: jax.stages.Traced | jax.stages.Lowered) -> LoweredCal
     if isinstance(program, jax.stages.Lowered):
         return LoweredCall("lowered program", program)
     return LoweredCall(program.fun_name, program.lower(), program.jaxpr)
+
+
+def lower_method(program: MethodProgram, call: PlacedCall) -> LoweredCall:
+    """Lowers the step of a method for the placed arguments of the program."""
+    arrays = zip(jax.tree.leaves(call.args), program.leaves, strict=True)
+    leaves = [LeafFacts(name, x.shape, is_array=True, role=role) for x, (name, role) in arrays]
+    with call.surroundings(), program.surroundings():
+        traced = program.jit(call.args[0]).trace(*call.args)
+        return LoweredCall(program.name, traced.lower(), traced.jaxpr, leaves)
 
 
 def lower_call(

@@ -14,13 +14,17 @@ import jax
 from jax.sharding import Mesh
 
 from tpudist.array_types import PyTree
+from tpudist.keras import keras_scope
+from tpudist.keras.method_program import MethodProgram
 from tpudist.planner import figure_checks, plan_builder
 from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.plain_placement import MeshLike, Placement
 from tpudist.planner.plain_program import (
     DEVICES_RULE,
+    LoweredCall,
     Step,
     lower_call,
+    lower_method,
     lower_program,
 )
 from tpudist.planner.plan_record import Plan
@@ -53,8 +57,10 @@ def plan(
 
     Args:
         step: A function, which is jitted here; a function of `jax.jit`, `jax.pmap`,
-            `equinox.filter_jit` or `nnx.jit`; or a `jax.stages.Lowered` or `Traced`.
-        args: Arguments of the step. Arrays may be `jax.ShapeDtypeStruct`s; data are not read.
+            `equinox.filter_jit` or `nnx.jit`; a `jax.stages.Lowered` or `Traced`; or a method of
+            a compiled Keras model, such as `model.fit`, of which one step is planned.
+        args: Arguments of the step. Arrays may be `jax.ShapeDtypeStruct`s; data are not read. For
+            `fit` they are one batch.
         kwargs: Keyword arguments of the step.
         topology: Slice, such as "v5e-8" or "2xv5e-256". Arrays on a mesh of other devices are
             moved to a mesh of the same axes. Default: the devices of the shardings.
@@ -103,22 +109,45 @@ def plan(
                 "and its arguments, or what its `lower` returns. For a step of a strategy call "
                 "strategy.plan."
             )
+        elif program := keras_scope.open_program(
+            step, args, kwargs or {}, in_shardings, topology, None
+        ):
+            return plan_method(program, mesh, request, report)
         else:
             placed = Placement(topology, mesh).place(step, args, dict(kwargs or {}), in_shardings)
             lowered = lower_call(step, placed, donate_argnums, static_argnums)
-        own_mesh = lowered.mesh
-        _check_devices(topology, own_mesh)
-        lowered_step = plan_builder.LoweredStep(
-            lowered.name,
-            lowered.lowered,
-            lowered.inputs(own_mesh),
-            num_donated=0,  # the inputs are in the order of the program
-            closed=lowered.closed,
-            compiler_options=request.compiler_options,
-        )
-        trace_s = time.monotonic() - started
-        notes = _notes_on_devices(topology, own_mesh)
-        return plan_builder.plan_lowered(lowered_step, own_mesh, 1, notes, request, report, trace_s)
+        return _plan_call(lowered, request, report, time.monotonic() - started)
+
+
+def plan_method(
+    program: MethodProgram,
+    mesh: MeshLike | None,
+    request: plan_builder.PlanRequest,
+    report: Progress,
+) -> Plan:
+    """Returns the plan of one step of a method, such as `fit` of a Keras model."""
+    started = time.monotonic()
+    placement = Placement(request.topology, mesh)
+    placed = placement.place(program.jit, program.args, {}, program.in_shardings)
+    lowered = lower_method(program, placed)
+    return _plan_call(lowered, request, report, time.monotonic() - started)
+
+
+def _plan_call(
+    lowered: LoweredCall, request: plan_builder.PlanRequest, report: Progress, trace_s: float
+) -> Plan:
+    mesh = lowered.mesh
+    _check_devices(request.topology, mesh)
+    step = plan_builder.LoweredStep(
+        lowered.name,
+        lowered.lowered,
+        lowered.inputs(mesh),
+        num_donated=0,  # the inputs are in the order of the program
+        closed=lowered.closed,
+        compiler_options=request.compiler_options,
+    )
+    notes = _notes_on_devices(request.topology, mesh)
+    return plan_builder.plan_lowered(step, mesh, 1, notes, request, report, trace_s)
 
 
 def _check_devices(topology: str | None, mesh: Mesh) -> None:

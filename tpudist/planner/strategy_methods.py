@@ -9,8 +9,9 @@ import jax
 
 from tpudist import context
 from tpudist.context.strategy_base import StrategyBase
+from tpudist.keras import keras_scope
 from tpudist.options import RunOptions
-from tpudist.planner import figure_checks, plan_builder, saved_plan
+from tpudist.planner import figure_checks, plain_step, plan_builder, saved_plan
 from tpudist.planner.abstract_arguments import TwinArguments, move_arguments
 from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.plan_record import Plan
@@ -113,7 +114,8 @@ class PlanMethods(StrategyBase):
         function.
 
         Args:
-            fn: Replica function.
+            fn: Replica function; or `model.fit` or a related method of a Keras model that was made
+                in this scope, of which one step is planned. Its arguments are then one batch.
             args: Positional arguments, as in `run`. Arrays may be `jax.ShapeDtypeStruct`s, and
                 objects may come from `create_abstract`. On another slice, arrays are split over the
                 same axes; a PerReplica has the same part on each replica; a
@@ -154,7 +156,6 @@ class PlanMethods(StrategyBase):
         measured = None if calibration is None else read_calibration(calibration)
         with show_progress(progress) as report:
             report("tracing", 0.0)
-            twin = self._twin(topology)
             request = plan_builder.PlanRequest(
                 topology=topology,
                 compiler_options=dict(compiler_options or {}),
@@ -164,6 +165,10 @@ class PlanMethods(StrategyBase):
                 in_process=in_process,
                 calibration=measured,
             )
+            program = keras_scope.open_program(fn, args, kwargs or {}, None, topology, self)
+            if program is not None:
+                return plain_step.plan_method(program, None, request, report)
+            twin = self._twin(topology)
             call = self._move_arguments(fn, args, kwargs, twin)
             notes = (*_notes_on_devices(self.replica_mesh, topology), *call.notes)
             call = dataclasses.replace(call, notes=notes)

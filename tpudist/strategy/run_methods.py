@@ -21,6 +21,7 @@ from tpudist.run import eager_mode, nested_run
 from tpudist.run.eager import replica_run
 from tpudist.run.steady import steady_call
 from tpudist.run.step_cache import Replicator
+from tpudist.strategy import absent_devices
 from tpudist.xla import traces
 
 
@@ -205,7 +206,7 @@ class RunMethods(StrategyBase):
         if in_mesh or not traces.is_eager():
             return self._replicator.run(fn, args, kwargs, options, whole)
         # Not `_use_mesh`: the axis rules matter only in a trace, which enters `_use_axis_rules`.
-        with self.around_run():
+        with absent_devices.explain_errors(self), self.around_run():
             return self._replicator.run(fn, args, kwargs, options, whole)
 
     def debug(self) -> contextlib.AbstractContextManager[None]:

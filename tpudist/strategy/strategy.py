@@ -20,7 +20,7 @@ from tpudist.keras import keras_scope
 from tpudist.planner.strategy_methods import PlanMethods
 from tpudist.processes import process_agreement
 from tpudist.run.step_cache import Replicator
-from tpudist.strategy import logical_axes, strategy_table
+from tpudist.strategy import absent_devices, logical_axes, strategy_table
 from tpudist.strategy.deprecated_methods import DeprecatedStrategyMethods
 from tpudist.strategy.extended import StrategyExtended
 from tpudist.strategy.reduction_methods import ReductionMethods
@@ -126,6 +126,7 @@ class Strategy(
     def _enter_scope(self) -> Iterator["Strategy"]:
         context.require_scope_or_default(self, "scope")
         with contextlib.ExitStack() as stack:
+            stack.enter_context(absent_devices.explain_errors(self))
             outer = context.current()
             stack.enter_context(context.enter(self._mode_of_scope(outer)))
             # `depth` is read after `enter`, so it counts this entry too. In a nested entry the

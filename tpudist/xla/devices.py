@@ -7,6 +7,7 @@ import jax
 
 from tpudist.options import shorten
 from tpudist.options.member_names import format_numbers
+from tpudist.xla import internals
 
 
 def as_devices(
@@ -38,7 +39,9 @@ def as_devices(
                 f"A device was named by {shorten(device)} of type {type(device).__name__}. Use one "
                 "of jax.devices(), or a name such as 'cpu:0'."
             )
-        if local and device.process_index != jax.process_index():
+        # Descriptions belong to no process: a strategy on them compiles, and runs nothing.
+        is_elsewhere = device.process_index != jax.process_index()
+        if local and is_elsewhere and not internals.is_described(device):
             raise ValueError(
                 f"Device {device} belongs to process {device.process_index}, but this is process "
                 f"{jax.process_index()}. Use MultiWorkerMirroredStrategy for several processes."
