@@ -223,7 +223,7 @@ def test_a_file_that_exits_on_import_is_reported_with_its_line(capsys, tmp_path)
 def test_a_users_file_may_have_the_name_of_an_installed_module(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of the file is added
     (tmp_path / "optax.py").write_text("def make_step(candidate):\n    return 1, 2, 3\n")
-    assert user_step.load("optax.py:make_step")(None) == (1, 2, 3)
+    assert user_step.load("optax.py:make_step", "v5e-8")(None) == (1, 2, 3)
     assert sys.modules["optax"] is optax
 
 
@@ -247,7 +247,7 @@ def test_a_users_file_may_have_the_name_of_an_installed_module(tmp_path, monkeyp
         ),
         ("make_odd_step", "make_odd_step failed: TypeError: cannot reshape array"),
         ("jitted_step", "jitted_step is a jitted function. The shapes of its arguments are not"),
-        ("plain_step", "def make_step(): return plain_step, (params, batch)"),
+        ("plain_step", "def make_step(): return plain_step, (weights, rows)"),
         ("make_nothing", "make_nothing returned a str. Name a function make_step(candidate)"),
         ("make_mistake", "make_mistake failed: KeyError: 'mistaken' ({}:{})"),
         ("make_diverging_step", "make_diverging_step failed: ValueError"),

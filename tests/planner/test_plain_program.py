@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import tpudist
@@ -146,3 +147,36 @@ def test_a_step_that_asks_jax_for_devices_sees_the_slice():
     strategy = tpudist.OneDeviceStrategy(jax.devices()[0])
     planned = strategy.plan(product, (jnp.zeros(X.shape),), topology="v5e:1x1")
     assert planned.model_flops == 0  # one chip
+
+
+def needs_value(model, batch):
+    return model if batch["x"].sum() > 0 else model * 2
+
+
+@pytest.mark.parametrize(
+    "jit",
+    [
+        jax.jit,
+        eqx.filter_jit,
+        eqx.filter_jit(donate="all-except-first"),
+        functools.partial(jax.pmap, axis_name="i"),
+    ],
+)
+def test_an_error_about_a_value_names_the_argument(jit):
+    rows = {"w": jnp.ones((8, 2)), "x": jnp.ones((8, 2))}
+    with pytest.raises(TypeError, match=r"(?s)of the argument batch\['x'\]"):
+        planner.plan(jit(needs_value), jnp.ones((8, 2)), rows)
+
+
+def test_an_error_about_a_value_in_a_replica_function_names_the_argument():
+    strategy = tpudist.OneDeviceStrategy(jax.devices()[0])
+    with strategy.scope():
+        layer, scale = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tpudist.Variable(1.0, name="scale")
+    rows = {"w": jnp.ones((8, 2)), "x": jnp.ones((8, 2))}
+    for step, name in (
+        (needs_value, r"batch\['x'\]"),
+        (lambda model, batch: float(model.kernel[...].sum()), "model.kernel"),
+        (lambda model, batch: float(scale * 2), "scale"),
+    ):
+        with pytest.raises(TypeError, match=f"(?s)of the argument {name}"):
+            strategy.plan(step, (layer, rows))

@@ -46,10 +46,10 @@ def test_tpudist_has_few_packages_few_imports_and_no_cycles():
     assert found["cycles of packages"] == []
     assert found["cycles of modules"] == []
     assert found["packages (entries at the top)"] <= 42
-    # The planner asks `keras` for the program of `fit`, so these are two layers.
+    # The planner asks `keras` for the program of `fit`, which is one import and one layer more.
     assert found["layers"] <= 18
     # Messages shorten text and name processes and replicas with `options`, checkpoints open objects
     # of libraries, nine packages draw their tables with `display`, and the planner reads traces of
     # the profiler, which are protocol buffers.
-    assert found["imports between packages"] <= 260  # of the 861 pairs of 42 packages
+    assert found["imports between packages"] <= 261  # of the 861 pairs of 42 packages
     assert int(found["files in the largest folder"].split()[0]) <= 25

@@ -132,7 +132,9 @@ class _StepSource:
                     f"Options of the reference transformer were passed with your own step "
                     f"{options.step}. Omit the options, or omit the step."
                 )
-            self.make_step = _override_tokens(user_step.load(options.step), options.tokens_per_step)
+            self.make_step = _override_tokens(
+                user_step.load(options.step, options.topology), options.tokens_per_step
+            )
             self.tokens_per_step = options.tokens_per_step
             self.remat = options.remat or ("none",)
             return

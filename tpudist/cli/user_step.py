@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -14,8 +15,12 @@ from typing import Any
 import jax
 
 from tpudist.cli.errors import WrongUse
+from tpudist.planner import Plan
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.show.formats import format_error
+from tpudist.strategy import absent_devices
+from tpudist.xla import descriptions, topology as topologies
+from tpudist.xla.compiler.visible_devices import show_devices
 
 RULE = (
     "Name a function make_step(candidate) that returns (strategy, fn, args), or for plain JAX a "
@@ -25,18 +30,31 @@ RULE = (
 # What a step itself needs, if it was named in place of the function that makes it.
 _RULE_OF_STEPS = (
     "The shapes of its arguments are not known. Write a function that returns them with the step, "
-    "and name it: def make_step(): return {name}, (params, batch), whose arrays may be "
+    "and name it: def make_step(): return {name}, ({arguments}), whose arrays may be "
     "jax.ShapeDtypeStructs. A dict as a third element has arguments of tpudist.planner.plan: "
     '{{"mesh": {{"data": 8}}, "in_shardings": (P(), P("data"))}}.'
 )
+_MODEL_ARGUMENTS = "x, y"
+# Parts of errors of JAX and NumPy about a mesh with more devices than this machine has.
+_TOO_FEW_DEVICES = (
+    "Number of devices",
+    "cannot reshape array of size",
+    "XLA devices are available",
+)
+_MAX_NAMES = 8  # of functions in a message
 
 
-def load(name: str) -> Callable[[Candidate], tuple[Any, ...]]:
+def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
     """Returns the function of a name; modules in the current folder come first.
 
     The returned function gives the strategy, the step and its arguments, and perhaps a dict of
     arguments of `Strategy.plan`. For a step of plain JAX the strategy is None, and the dict has
     arguments of `planner.plan`.
+
+    Args:
+        name: "module:function" or "file.py:function"; or a program that is lowered already.
+        topology: Slice whose devices JAX reports if the module or the function makes a mesh that
+            has more devices than this machine.
 
     Raises:
         WrongUse: If there is no such function, or its module cannot be imported. The returned
@@ -48,46 +66,126 @@ def load(name: str) -> Callable[[Candidate], tuple[Any, ...]]:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # As `python -m` does; a console script has the folder of its interpreter there instead.
         sys.path.insert(0, str(Path.cwd()))
+    is_file = place.endswith(".py")
     try:
-        module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
+        module = _see_slice(
+            topology, lambda: _import_file(Path(place)) if is_file else _import_module(place)
+        )
     except WrongUse:
         raise
     except (Exception, SystemExit) as error:  # a script may call sys.exit
         raise WrongUse(f"{place} cannot be imported: {format_error(error)}") from error
     # An attribute of the user's module, which may not exist.
     make_step = getattr(module, attribute, None)
+    if isinstance(make_step, jax.stages.Lowered | jax.stages.Traced):
+        return lambda candidate: (None, make_step, ())
     if not callable(make_step):
-        raise WrongUse(f"{place} has no function {attribute!r}. {RULE}")
+        raise WrongUse(f"{place} has no function {attribute!r}.{_list_functions(module)} {RULE}")
 
     num_required = _count_parameters(make_step)
-    if isinstance(make_step, jax.stages.Wrapped) or num_required > 1:
-        kind = "jitted function" if isinstance(make_step, jax.stages.Wrapped) else "step"
-        raise WrongUse(f"{name} is a {kind}. {_RULE_OF_STEPS.format(name=attribute)}")
+    if num_required is None or num_required > 1:
+        raise WrongUse(f"{name} is {_describe_step(make_step, attribute)}")
 
     def make_checked_step(candidate: Candidate) -> tuple[Any, ...]:
         try:
-            step = make_step(candidate) if num_required else make_step()
+            if num_required:
+                step = make_step(candidate)
+            else:
+                step = _see_slice(topology, make_step)
         except SystemExit as error:
             raise WrongUse(f"{name} failed: {format_error(error)}") from error
+        except (AttributeError, jax.errors.JaxRuntimeError) as error:
+            if not absent_devices.is_sign(error):
+                raise
+            raise WrongUse(
+                f"{name} computed a value on devices of tpudist.planner.devices, which are "
+                f"descriptions: they compile programs and run none. {format_error(error)} Create "
+                "shapes instead: jax.eval_shape(init) for init(), and "
+                "jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=...) for jax.device_put(x, ...)."
+            ) from error
         return _check(step, name)
 
     return make_checked_step
 
 
-def _count_parameters(function: Callable[..., Any]) -> int:
-    """Returns the number of positional arguments that a function must receive."""
+def _see_slice(topology: str, act: Callable[[], Any]) -> Any:
+    """Calls a function of the user, once more for the devices of a slice if it needs them."""
+    try:
+        return act()
+    except ValueError as error:
+        if not any(text in str(error) for text in _TOO_FEW_DEVICES):
+            raise
+    # Not at once: a function that makes a strategy needs devices that can compute.
+    with show_devices(topologies.devices(topology)):
+        return act()
+
+
+def _count_parameters(function: Callable[..., Any]) -> int | None:
+    """Returns the number of arguments that a function must receive; None for a step itself.
+
+    A step is what `jax.jit`, Equinox or another library returns, or an object such as a model.
+    """
+    if isinstance(function, jax.stages.Wrapped) or hasattr(function, "lower"):
+        return None
+    if not (_is_function(function) or inspect.isclass(function)):
+        return None
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # of a function in C
         return 1
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(x.kind in positional and x.default is x.empty for x in parameters)
+    required = [x for x in parameters if x.default is x.empty]
+    if any(x.kind is x.KEYWORD_ONLY for x in required):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(x.kind in kinds for x in required)
+
+
+def _is_function(value: object) -> bool:
+    # Not `inspect.isroutine`, which accepts any object with a `__get__`.
+    kinds = (inspect.isfunction, inspect.ismethod, inspect.isbuiltin)
+    return any(is_kind(value) for is_kind in kinds) or isinstance(value, functools.partial)
+
+
+def _describe_step(step: Any, name: str) -> str:
+    """Returns what a step is, and the function that the user should write."""
+    fit = getattr(step, "fit", None)  # of a Keras model, or another object of the user
+    if callable(fit) and not _is_function(step):
+        rule = _RULE_OF_STEPS.format(name=f"{name}.fit", arguments=_MODEL_ARGUMENTS)
+        return f"a model. {rule}"
+    try:
+        names = [*inspect.signature(step).parameters]
+        arguments = ", ".join(names) if len(names) > 1 else f"{names[0]}," if names else ""
+    except (TypeError, ValueError):  # of a function in C
+        arguments = "params, batch"
+    kind = "jitted function" if isinstance(step, jax.stages.Wrapped) else "step"
+    return f"a {kind}. {_RULE_OF_STEPS.format(name=name, arguments=arguments)}"
+
+
+def _list_functions(module: ModuleType) -> str:
+    """Returns the functions that a module defines, for an error."""
+    own = [
+        name
+        for name, x in vars(module).items()
+        if inspect.isfunction(x) and x.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    if not own:
+        return ""
+    more = ", ..." if len(own) > _MAX_NAMES else ""
+    return f" It has {', '.join(own[:_MAX_NAMES])}{more}."
 
 
 def _check(step: Any, name: str) -> tuple[Any, ...]:
     """Returns what a user's function has returned, with None as the strategy of plain JAX."""
-    if isinstance(step, jax.stages.Lowered):
+    if isinstance(step, jax.stages.Lowered | jax.stages.Traced):
         return None, step, ()
+    if isinstance(step, Plan):
+        raise WrongUse(
+            f"{name} returned a plan. Return the arguments of tpudist.planner.plan instead: return "
+            "fn, args, and a dict of the others. --topology is the slice."
+        )
+    if callable(step):
+        own_name = descriptions.name_of(step) if _is_function(step) else "model"
+        raise WrongUse(f"{name} returned {_describe_step(step, own_name)}")
     parts: tuple[Any, ...] = tuple(step) if isinstance(step, tuple | list) else ()
     if parts and callable(parts[0]):  # no strategy is
         parts = None, *parts

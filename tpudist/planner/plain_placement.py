@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeGuard
@@ -12,6 +13,7 @@ from jax.ref import AbstractRef, Ref
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tpudist.array_types import PyTree, Shape
+from tpudist.programs import value_errors
 from tpudist.run.arguments import call_description
 from tpudist.xla import topology as topologies
 from tpudist.xla.array_attributes import is_weakly_typed, shape_of, sharding_of
@@ -23,6 +25,13 @@ from tpudist.xla.mesh import arrange_slices
 MeshLike = Mesh | Mapping[str, int]
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 _REFS = (Ref, AbstractRef)
+
+
+# The names that Equinox's `filter_jit` gives to its arrays: number of a leaf of the first argument,
+# or of the others.
+EQUINOX_INPUT = re.compile(r"dynamic_(?:no)?donate\['(first|rest)'\]\[(\d+)\]")
+# Those of `jax.pmap`: number of an array.
+_PMAP_INPUT = re.compile(r"(?<=of the argument )flat_args\[(\d+)\]")
 
 
 class _AbstractArray(jax.ShapeDtypeStruct):
@@ -79,6 +88,23 @@ class PlacedCall:
     kwargs: dict[str, Any]
     leaves: Sequence[LeafFacts]
     surroundings: Callable[[], AbstractContextManager]
+
+    @property
+    def num_first(self) -> int:
+        """Number of leaves of the first argument."""
+        return len(jax.tree.leaves(self.args[:1]))
+
+    def name_inputs(self, text: str) -> str:
+        """Returns a text of JAX with the user's names of the arguments."""
+
+        def name(match: re.Match[str]) -> str:
+            i = int(match[2]) + (self.num_first if match[1] == "rest" else 0)
+            return self.leaves[i].name if i < len(self.leaves) else match[0]
+
+        arrays = [x.name for x in self.leaves if x.shape is not None]
+        return value_errors.rename_inputs(
+            EQUINOX_INPUT.sub(name, text), _PMAP_INPUT, lambda: arrays
+        )
 
 
 class Placement:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpudist.keras.method_program import MethodProgram
 from tpudist.planner import input_roles
-from tpudist.planner.plain_placement import LeafFacts, PlacedCall
+from tpudist.planner.plain_placement import EQUINOX_INPUT, LeafFacts, PlacedCall
 from tpudist.programs import jaxprs
 from tpudist.xla import descriptions
 from tpudist.xla.compiler import lowered_program
@@ -30,9 +29,6 @@ _RULES = {
     "incompatible devices": DEVICES_RULE,
     "does not match the sharding on the respective arg": "Pass the same in_shardings to plan().",
 }
-# The names that Equinox's `filter_jit` gives to its arrays: number of a leaf of the first argument,
-# or of the others.
-_EQUINOX = re.compile(r"dynamic_(?:no)?donate\['(first|rest)'\]\[(\d+)\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +77,7 @@ class LoweredCall:
         """Returns the name of each input, and its role if it is known."""
         own = [x.name for x in inputs]
         places = [x.number for x in inputs]
-        matches = [_EQUINOX.fullmatch(name) for name in own]
+        matches = [EQUINOX_INPUT.fullmatch(name) for name in own]
         if all(matches):
             places = [int(m[2]) + (self.num_first if m[1] == "rest" else 0) for m in matches if m]
         arrays = [x for x in self.leaves if x.is_array]
@@ -147,10 +143,12 @@ def lower_call(
                 if problem in str(error):
                     raise ValueError(f"{error}\n{rule}") from error
             raise
+        except (TypeError, IndexError) as error:  # also those of JAX about values of arrays
+            error.args = (call.name_inputs(str(error)), *error.args[1:])
+            raise
         # Equinox and Flax wrap the program of JAX.
         lowered = lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
-        num_first = len(jax.tree.leaves(call.args[:1]))
-        return LoweredCall(name, lowered, _jaxpr_of(jitted, call), call.leaves, num_first)
+        return LoweredCall(name, lowered, _jaxpr_of(jitted, call), call.leaves, call.num_first)
 
 
 def _jaxpr_of(step: Callable[..., Any], call: PlacedCall) -> jaxprs.ClosedJaxpr:

@@ -6,7 +6,8 @@ and what to write instead. The error keeps its class, and JAX's text after ours.
 """
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
@@ -17,6 +18,8 @@ _NUMBER = (
     "Compute with the array itself, and convert the result of strategy.run. Lengths and shapes "
     "must be Python numbers or come from x.shape.",
 )
+# Name of an input of the function that `run` traces.
+_FLAT_INPUT = re.compile(r"(?<=of the argument )local\[(\d+)\]")
 _TRACED = "A replica function is traced once for all replicas, before its values are known."
 # For each error of JAX, what the line does and what to write instead. Subclasses come first.
 _USES: dict[type[Exception], tuple[str, str]] = {
@@ -68,3 +71,41 @@ def explain_values(name: str) -> Iterator[None]:
                 f"{text}",
             )
         raise
+
+
+@contextlib.contextmanager
+def name_inputs(find_names: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Names the user's argument in an error about the value of a traced array.
+
+    JAX names an input of the function that it traces, which may be ours and has flat inputs.
+
+    Args:
+        find_names: Returns the names of the flat inputs.
+    """
+    try:
+        yield
+    except (TypeError, IndexError) as error:
+        error.args = (rename_inputs(str(error), _FLAT_INPUT, find_names), *error.args[1:])
+        raise
+
+
+def rename_inputs(
+    text: str, pattern: re.Pattern[str], find_names: Callable[[], Sequence[str]]
+) -> str:
+    """Returns a text of JAX with the names of inputs.
+
+    Args:
+        text: Text of the error.
+        pattern: Matches the name of an input of JAX; its first group is the number of the input.
+        find_names: Returns the names of the inputs.
+    """
+    if not pattern.search(text):
+        return text
+    names = find_names()
+
+    def name(match: re.Match[str]) -> str:
+        i = int(match[1])
+        return names[i] if i < len(names) and names[i] else match[0]
+
+    # JAX also names our function around that of the user, and its line.
+    return re.sub(r"the function flat at \S+ ", "the function ", pattern.sub(name, text))

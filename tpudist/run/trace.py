@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from tpudist.lowering import compile
-from tpudist.programs import axis_errors, replica_agreement, replica_equality
+from tpudist.programs import axis_errors, replica_agreement, replica_equality, value_errors
 from tpudist.programs.rows import row_kernels
 from tpudist.run import larger_trace, program_checks, trace_warnings
 from tpudist.run.arguments import argument_checks, pmap_arrays
@@ -65,6 +65,17 @@ class _TraceInputs:
         stacked = [v.on_read for v in variables] + list(call.inputs.stacked)
         return cls(variables, shapes, stacked, len(shapes) - call.inputs.num_groups, find_names)
 
+    def names(self, call: ReplicaCall) -> list[str]:
+        """Returns the user's names of the inputs, without the numbers of rows."""
+        leaves = self.find_names()
+        names = [v.name for v in self.variables]
+        if call.binding is not None:
+            objects = [leaves[i] for i in call.kinds.objects]
+            for path, value in zip(call.binding.paths, call.binding.values(), strict=True):
+                name = ".".join([objects[path[0]], *map(str, path[1:])])
+                names += [name] * len(jax.tree.leaves(value))
+        return [*names, *(leaves[i] for i in call.inputs.leaves_of_arguments)]
+
 
 # The order in this function matters. Requests for other inputs come first, because the function is
 # traced again then. Then checks raise for programs that cannot work. Then the proof places the
@@ -96,7 +107,8 @@ def trace_step(
     shapes, stacked = inputs.shapes[:end], inputs.stacked[:end]
     # The traces for fewer rows are compared with it, and share no inner functions either.
     caches = contextlib.nullcontext() if rows is None else trace_caches.separate()
-    with caches, row_kernels.note_calls() as kernels:
+    named = value_errors.name_inputs(lambda: inputs.names(call))
+    with caches, row_kernels.note_calls() as kernels, named:
         program = compile.trace(flat, mesh, shapes, stacked, name)
     # Requests and checks.
     _raise_requests(call, inputs, found, program)

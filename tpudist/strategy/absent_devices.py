@@ -12,6 +12,11 @@ from tpudist.xla import internals
 _SIGNS = ("'local_devices'", "compile-only client", "not addressable")
 
 
+def is_sign(error: Exception) -> bool:
+    """Returns whether JAX raises such an error if a program uses absent devices."""
+    return any(text in str(error) for text in _SIGNS)
+
+
 @contextlib.contextmanager
 def explain_errors(strategy: StrategyBase) -> Iterator[None]:
     """Explains an error in the `with` block that absent devices of `strategy` cause.
@@ -23,7 +28,7 @@ def explain_errors(strategy: StrategyBase) -> Iterator[None]:
         yield
     except (AttributeError, ValueError, jax.errors.JaxRuntimeError) as error:
         device = strategy.mesh.devices.flat[0]
-        if not internals.is_described(device) or not any(x in str(error) for x in _SIGNS):
+        if not internals.is_described(device) or not is_sign(error):
             raise
         raise RuntimeError(
             f"A value was computed in the scope of {strategy!r}, whose {strategy.mesh.size} "

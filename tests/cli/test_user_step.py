@@ -1,0 +1,81 @@
+"""`tpudist plan FILE.py:function` finds out what was named, and says what to write instead."""
+
+import sys
+
+import pytest
+
+from tpudist.cli import user_step
+from tpudist.cli.errors import WrongUse
+
+FILE = """
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tpudist import planner
+
+x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+
+def step(state): return state * 2
+filtered = eqx.filter_jit(step)
+by_name = lambda *, params, batch: params
+traced = jax.jit(step).trace(x)
+
+class Model:
+    def __call__(self, x): return x
+    def fit(self, x, y): return None
+model = Model()
+
+def make_traced(): return traced
+def make_plan(): return planner.plan(step, x)
+def make_model(): return model
+def make_bare(): return step
+def make_mesh(): return step, (x,), {"mesh": jax.make_mesh((4, 32), ("a", "b"))}
+def make_value():
+    (device, *_) = planner.devices("v5e-4")
+    return step, (jax.device_put(np.ones(3), device),)
+"""
+
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of the file is added
+    (tmp_path / "own_steps.py").write_text(FILE)
+    return lambda name: user_step.load(f"{tmp_path}/own_steps.py:{name}", "v5e-128")
+
+
+@pytest.mark.parametrize("name", ["traced", "make_traced"])
+def test_a_program_that_was_traced_is_planned(load, name):
+    strategy, traced, args = load(name)(None)
+    assert (strategy, args, traced.fun_name) == (None, (), "step")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("filtered", r"is a step.*def make_step\(\): return filtered, \(state,\), whose"),
+        ("by_name", r"is a step.*return by_name, \(params, batch\), whose"),
+        ("model", r"is a model.*return model.fit, \(x, y\), whose"),
+        ("make_model", r"returned a model.*return model.fit, \(x, y\), whose"),
+        ("make_bare", r"returned a step.*return step, \(state,\), whose"),
+        ("make_plan", "returned a plan. Return the arguments of tpudist.planner.plan instead"),
+        ("missing", "no function 'missing'. It has step, .*make_traced, make_plan, .*Name a"),
+    ],
+)
+def test_the_error_shows_the_function_to_write(load, name, message):
+    with pytest.raises(WrongUse, match=message):
+        load(name)(None)
+
+
+@pytest.mark.libtpu
+def test_a_mesh_of_more_devices_than_this_machine_has_is_one_of_the_slice(load):
+    """So a program that makes its mesh of `jax.devices()` is planned without a change."""
+    *_, figures = load("make_mesh")(None)
+    mesh = figures["mesh"]
+    assert (dict(mesh.shape), mesh.devices.flat[0].platform) == ({"a": 4, "b": 32}, "tpu")
+
+
+@pytest.mark.libtpu
+def test_a_value_on_a_slice_is_explained(load):
+    with pytest.raises(WrongUse, match=r"descriptions.*jax.eval_shape\(init\)"):
+        load("make_value")(None)
