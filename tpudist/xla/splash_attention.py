@@ -24,6 +24,7 @@ _BLOCK = 512
 # The backward pass computes the gradient of the queries once per part of the keys and adds the
 # results. Few parts save memory traffic, many parts skip more of the masked scores. With at most
 # 2048 keys per part (MaxText's recipes for v6e) keys, values and their gradients fit into VMEM.
+# That is for heads of width 128; wider heads have fewer keys per part.
 _BACKWARD_PARTS = 4
 _LARGEST_PART = 2048
 _NO_MASK = mask_info.MaskInfo(None, None, None, None, None)
@@ -67,8 +68,8 @@ def causal_attention(
     """
     if window is not None and window < 1:
         raise ValueError(f"window={window}: a position attends at least to itself. Use at least 1.")
-    length, heads = query.shape[1:3]
-    block, backward_block = _block_sizes(length, block, backward_block, _BACKWARD_PARTS)
+    length, heads, width = query.shape[1:]
+    block, backward_block = _block_sizes(length, width, block, backward_block, _BACKWARD_PARTS)
     # Padding is at the end, and no position attends to a later one.
     padding = -length % backward_block
     pads = ((0, 0), (0, padding), (0, 0), (0, 0))
@@ -168,15 +169,15 @@ class SplashBlocks:
         return jax.vmap(run)(query, key, value, log_weight, out_dot_d_out, d_out)
 
     def _options(self, query: jax.Array, is_causal: bool) -> "_Options":
-        heads, length = query.shape[1:3]
+        heads, length, width = query.shape[1:]
         # Without a mask there is nothing to skip, so few parts are best.
         parts = _BACKWARD_PARTS if is_causal else 1
-        sizes = _block_sizes(length, self.block, self.backward_block, parts)
+        sizes = _block_sizes(length, width, self.block, self.backward_block, parts)
         return _Options(heads, *sizes, None, self.interpret, None, None)
 
 
 def _block_sizes(
-    length: int, block: int | None, backward_block: int | None, parts: int
+    length: int, width: int, block: int | None, backward_block: int | None, parts: int
 ) -> tuple[int, int]:
     if block is None:  # the largest tile that needs the least padding
         padded = -(-length // LANES) * LANES
@@ -188,7 +189,8 @@ def _block_sizes(
         )
     if backward_block is None:  # a divisor of the length, in tiles
         tiles = -(-length // block)
-        largest = max(1, min(tiles // parts, _LARGEST_PART // block))
+        largest_part = _LARGEST_PART * LANES // max(width, LANES)
+        largest = max(1, min(tiles // parts, largest_part // block))
         backward_block = block * next(n for n in range(largest, 0, -1) if tiles % n == 0)
     if backward_block % block:
         raise ValueError(

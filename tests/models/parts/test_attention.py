@@ -135,6 +135,12 @@ def test_ring_order_gives_each_device_an_early_and_a_late_chunk():
     np.testing.assert_array_equal(ordered, [0, 1, 10, 11, 2, 3, 8, 9, 4, 5, 6, 7])
 
 
+def test_wide_heads_have_fewer_keys_per_part_of_the_backward_pass():
+    """With 2048 keys, heads of width 256 exceed the VMEM of a kernel by 1 %."""
+    sizes = [splash_attention._block_sizes(16_384, w, None, None, 4)[1] for w in (64, 128, 256)]
+    assert sizes == [2048, 2048, 1024]
+
+
 def test_the_tables_of_a_mask_equal_those_of_jax():
     """Tiles that are empty or full have one element here."""
     masks = splash_attention.masks
