@@ -2,7 +2,7 @@
 
 All processes must have the same batches, and nobody knows how many. So each process announces the
 rows, dtypes and shapes of all batches that it has read, in one round of messages (`waiting_reads`).
-All take the batches up to the first one that differs, and raise an error in its place.
+All take the batches before the first difference, and raise an error in its place.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class ReadBatch(NamedTuple):
 def take_equal(
     batches: Iterator[ReadBatch], rounds: Rounds, first_index: int
 ) -> Generator[HostElement, None, None]:
-    """Yields the elements of a pass, after comparing each with those of the other processes.
+    """Yields the elements of a pass, after comparing each with the batches of the other processes.
 
     Args:
         batches: Batches of this process.

@@ -39,7 +39,7 @@ _Read = TypeVar("_Read", bound=Readable)
 
 
 class WaitingReads(Generic[_Read]):
-    """The steps that were read and that no process takes yet, and what comes after them.
+    """The steps that were read and that no process takes yet, and the end or the error after them.
 
     Attributes:
         steps: The steps, in their order.
@@ -82,7 +82,7 @@ class WaitingReads(Generic[_Read]):
             self.steps.append(read)
 
     def read_more(self) -> None:
-        """Waits for a step if none is waiting, and takes those that are read already."""
+        """Waits for a step if none is waiting, and takes all steps that are read already."""
         while len(self.steps) < self._most_waiting and self.end is None and self.failure is None:
             if self.steps and (self._has_enough_bytes() or not self._count_ready()):
                 return
@@ -130,7 +130,7 @@ _WindowCo = TypeVar("_WindowCo", bound=AgreedWindow, covariant=True)
 
 
 class AgreedWindows(Protocol[_Read, _WindowCo]):
-    """Windows of one pass; each `next` is one round, of which all processes make the same.
+    """Windows of one pass. Each `next` is one round; all processes make the same rounds.
 
     Attributes:
         waiting: The steps that no window has had yet.
