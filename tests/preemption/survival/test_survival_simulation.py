@@ -105,16 +105,16 @@ def check_growth(counts):
     costs = {n: measure_loss(n, measures_cpu=False) for n in counts}
     found = {
         name: exponent({n: getattr(x, name) for n, x in costs.items()})
-        for name in ("messages_0", "messages")
+        for name in ("messages_0", "bytes_0", "messages", "bytes")
     }
-    assert found["messages_0"] < 1.1
-    assert found["messages"] < 0.1
+    assert max(found["messages_0"], found["bytes_0"]) < 1.1
+    assert max(found["messages"], found["bytes"]) < 0.1
 
 
-def test_messages_of_a_loss_grow_linearly():
+def test_messages_and_bytes_of_a_loss_grow_linearly():
     check_growth((16, 32, 64))
 
 
 @pytest.mark.exhaustive
-def test_messages_of_a_loss_grow_linearly_up_to_1024_processes():
+def test_messages_and_bytes_of_a_loss_grow_linearly_up_to_1024_processes():
     check_growth((16, 64, 256, 1024))
