@@ -47,6 +47,7 @@ _REMAT = {
     "full": "full",
     "minimal": "minimal",
     "minimal_with_context": "minimal_with_context",
+    "minimal_flash": "minimal_with_context",  # its older name
     "minimal_offloaded": "minimal_offloaded",
     "save_qkv_proj": "save_qkv",
     "qkv_proj_offloaded": "offload_qkv",
@@ -327,7 +328,7 @@ def _qwen3_moe(values: MaxTextValues, fields: Values) -> Values:
 
 
 _BLOCKS: dict[str, Callable[[MaxTextValues, Values], Values]] = {
-    **dict.fromkeys(("llama2", "mistral", "mixtral", "default", "qwen2", "qwen3"), _plain),
+    **dict.fromkeys(("llama2", "mistral", "mixtral", "qwen2", "qwen3"), _plain),
     "qwen3_moe": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": _gemma2,
