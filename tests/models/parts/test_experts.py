@@ -297,13 +297,16 @@ GEOMETRIES = {
 }
 
 
-def assert_tokens_go_to_their_experts(found, axes, rows, length):
+def assert_tokens_go_to_their_experts(found, axes, rows, length, config=ROOMY):
     """Tokens go to experts and back, in both passes; all other traffic is gradients or weights."""
     across = [x for x in found if "expert" in x.axes and "while" in x.op_name]
-    sent = [x for x in across if x.kind == "all-to-all"]
-    slots = ROOMY.num_experts * experts.capacity(length, ROOMY)
+    num_groups = axes["expert"] if config.expert_method == "grouped" else config.num_experts
+    slots = num_groups * experts.capacity(length, config, num_groups)
     num_rows = rows // (axes["expert"] * axes.get("fsdp", 1))
     num_bytes = 4 * num_rows * slots * ROOMY.embed_dim
+    # Grouped products also send the number of the expert of each slot.
+    numbers = 4 * num_rows * slots
+    sent = [x for x in across if x.kind == "all-to-all" and x.num_bytes != numbers]
     assert [x.axes for x in sent] == [("expert",)] * 4
     # On TPU, operands of a float32 matmul are rounded to bfloat16 before they are sent.
     assert {x.num_bytes for x in sent} <= {num_bytes, num_bytes // 2}
@@ -323,14 +326,16 @@ def assert_tokens_go_to_their_experts(found, axes, rows, length):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["expert=4", pytest.param("mixed", marks=pytest.mark.exhaustive)])
-def test_tokens_go_to_their_experts_and_back_by_all_to_all(name):
-    found = sent_by_step(ROOMY, GEOMETRIES[name], rows=16, length=16)
-    assert_tokens_go_to_their_experts(found, GEOMETRIES[name], 16, 16)
+@pytest.mark.parametrize("config", [ROOMY, GROUPED], ids=lambda x: x.expert_method)
+def test_tokens_go_to_their_experts_and_back_by_all_to_all(config, name):
+    found = sent_by_step(config, GEOMETRIES[name], rows=16, length=16)
+    assert_tokens_go_to_their_experts(found, GEOMETRIES[name], 16, 16, config)
 
 
 @pytest.mark.libtpu
 @pytest.mark.slow
-def test_on_tpu_tokens_go_to_their_experts_and_back_by_all_to_all():
+@pytest.mark.parametrize("config", [ROOMY, GROUPED], ids=lambda x: x.expert_method)
+def test_on_tpu_tokens_go_to_their_experts_and_back_by_all_to_all(config):
     axes = GEOMETRIES["mixed"]
-    found = sent_by_step_on_tpu(ROOMY, axes, 16, 16, "v5e:2x4")
-    assert_tokens_go_to_their_experts(found, axes, 16, 16)
+    found = sent_by_step_on_tpu(config, axes, 16, 16, "v5e:2x4")
+    assert_tokens_go_to_their_experts(found, axes, 16, 16, config)

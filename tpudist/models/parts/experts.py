@@ -189,17 +189,15 @@ def _send(
     # number of tokens here, which `take` reads as none.
     token_of_slot = choice_of_slot // num_choices
     sent = move(x, token_of_slot, slot_of_choice.reshape(batch, length, num_choices))
-    # These two pairs of constraints make XLA emit the all-to-alls: the same array, first split over
-    # its rows, then over its experts.
-    sent = constrain(sent.reshape(batch, groups, slots, embed), "batch", None, None, None)
-    sent = constrain(sent, "expert_batch", "expert", "sequence", None)
+    sent = _to_groups(sent.reshape(batch, groups, slots, embed))
     if num_groups is None:
         out = _apply(sent, weights, config.swiglu_limit)
     else:
         flat = (chosen % per_group).reshape(batch, -1)
         expert_of_slot = take(flat, choice_of_slot, per_group).reshape(batch, groups, slots, 1)
         alone = jnp.ones_like(expert_of_slot, shares.dtype)
-        out = expert_groups.apply(sent, expert_of_slot, alone, weights, config.swiglu_limit)
+        numbers = _to_groups(expert_of_slot)
+        out = expert_groups.apply(sent, numbers, alone, weights, config.swiglu_limit)
     out = constrain(out, "expert_batch", "expert", "sequence", None)
     out = constrain(out, "batch", None, None, None)
     received = move(out.reshape(batch, -1, embed), slot_of_choice, choice_of_slot[..., None])
@@ -207,6 +205,14 @@ def _send(
     y = jnp.einsum("blke,blk->ble", received, shares.astype(x.dtype))
     kept = (slot_of_choice < groups * slots).reshape(shares.shape).astype(jnp.float32)
     return constrain(y, "batch", None, None), kept
+
+
+def _to_groups(x: jax.Array) -> jax.Array:
+    """Moves slots `[batch, group, slot, ...]` of rows to the devices of their groups."""
+    # These two constraints, and the two for the way back, make XLA emit the all-to-alls: the same
+    # array, first split over its rows, then over its groups.
+    x = constrain(x, "batch", None, None, None)
+    return constrain(x, "expert_batch", "expert", "sequence", None)
 
 
 def choose(
