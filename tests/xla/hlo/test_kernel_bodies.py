@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import hlo_programs
-from tpudist.xla.estimate import hbm_traffic, instruction_time, kernels
+from tpudist.xla.estimate import error_bar, hbm_traffic, instruction_time, kernels, timeline
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import kernel_bodies
 from tpudist.xla.hlo.kernel_bodies import Product
@@ -84,6 +84,17 @@ def test_small_blocks_take_the_time_of_their_grid(blocks, seconds):
     price = instruction_time.Rates.of(V5E).price(*_compiled(_matmul(*blocks), MATRIX, MATRIX))
     assert price.seconds == pytest.approx(seconds - 0.1e-3, rel=0.1)
     assert price.guess == ""
+
+
+@pytest.mark.parametrize(
+    ("blocks", "cause"),
+    [((128, 128, 128), error_bar.GRID_STEPS), ((512, 1024, 1024), error_bar.KERNELS)],
+)
+def test_the_steps_of_a_grid_have_a_spread_of_their_own(blocks, cause):
+    module, kernel = _compiled(_matmul(*blocks), MATRIX, MATRIX)
+    rates = instruction_time.Rates.of(V5E)
+    event = timeline.Event(kernel, 1, price=rates.price(module, kernel))
+    assert error_bar._cause_of_compute(module, rates, event) == cause
 
 
 def test_narrow_products_fill_a_part_of_a_wide_matrix_unit():

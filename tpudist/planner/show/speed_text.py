@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _MIN_SHARE = 1e-3  # a shorter part would be invisible in the bar
 _NUM_CAUSES = 4
+_MIN_GUESS = 5e-3  # of a step: less is far below the error bar
 
 
 def format_steps(spent: TimeEstimate, num_steps: int) -> str:
@@ -51,7 +52,7 @@ def format_steps(spent: TimeEstimate, num_steps: int) -> str:
 def format_step(spent: TimeEstimate) -> str:
     """Returns the time of a step, such as "4.20 s (3.60 to 4.90), 7% of it guessed"."""
     text = format_steps(spent, 1)
-    if spent.guessed_s and spent.step_s:
+    if spent.guessed_s > _MIN_GUESS * spent.step_s:
         text += f", {format_share(spent.guessed_s / spent.step_s)} of it guessed"
     return text
 

@@ -54,7 +54,7 @@ MEMORY, START_UP, ICI = "memory bandwidth", "start-up of transfers", "ICI bandwi
 ALL_TO_ALL, DCN, DCN_SUMS = "all-to-all", "DCN bandwidth", "sums over DCN"
 HOST, GUESSED, OVERLAP = "host bandwidth", "guessed instructions", "overlap"
 SLICES, BRANCHES = "the slowest slice", "branches of conditionals"
-_ATTENTION = "attention kernel"
+_ATTENTION, KERNELS, GRID_STEPS = "attention kernel", "custom kernels", "grid steps of kernels"
 
 RANGES: Mapping[str, tuple[float, float]] = {
     # Largest distance of a measurement from XLA's cycles at the chip's mean rate: v5e, 11 %, and
@@ -66,6 +66,9 @@ RANGES: Mapping[str, tuple[float, float]] = {
     # From 95 % of the rate of a large product, at which it is estimated, to half of it: the best
     # and the untuned block sizes of a kernel. Each kernel has its own.
     _ATTENTION: (1.0, 1.9),
+    KERNELS: (1.0, 1.9),
+    # A step was measured on v5e, whose clock is 1.5 GHz; other clocks are 1.05 (v4) to 2.2 (tpu7x).
+    GRID_STEPS: (1.5 / 2.2, 1.5 / 1.05),
     # 0.83 of the peak is estimated; a copy on v6e reaches 0.83 (tpu-recipes), an attention kernel
     # that reads a cache on tpu7x 0.86 (arXiv:2604.15464), and the range is 0.82 to 0.87.
     MEMORY: (0.83 / 0.87, 0.83 / 0.82),
@@ -229,8 +232,11 @@ def _cause_of_compute(module: Module, rates: instruction_time.Rates, event: Even
     if price.hbm_bytes / rates.hbm_bytes_per_s >= 0.999 * price.seconds:
         return MEMORY
     if price.kind == "kernel":
+        body = kernels.body(instruction)
+        if body and body.num_steps * instruction_time.GRID_STEP_S >= 0.999 * price.seconds:
+            return GRID_STEPS
         part = kernels.attention_part(instruction)
-        return f"{_ATTENTION} ({part})" if part else PRODUCTS
+        return f"{_ATTENTION} ({part})" if part else KERNELS
     if price.kind == "matmul":
         return CONVOLUTIONS if _is_convolution(module, instruction) else PRODUCTS
     return OTHERS
