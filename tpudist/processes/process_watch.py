@@ -292,8 +292,9 @@ class Watch:
 
     def _end(self, verdict: Verdict) -> None:
         """Raises in the program, which may handle it for `GRACE_S`; then ends the process."""
-        # If this process has failed itself, Python has printed the traceback already.
-        if verdict.failed != self._index or self._outcome.state != "failed":
+        # If the message is about the failure of this process, Python has printed the traceback. A
+        # collective may also have failed because the others gave up this process.
+        if self._outcome.state != "failed" or self._outcome.why not in verdict.message:
             print_error(f"[tpudist p{self._index}] {verdict.message}")
         self._outcome.has_verdict = True
         # First: `_at_exit` may end the process after a message.
