@@ -359,6 +359,8 @@ OF_OTHERS = {
     "_make_function": "keras/keras_internals.py",
     "_register_atexit": "checkpoint/one_save.py",
     "_ls": "input/storage/filesystems.py",  # of fsspec
+    "_ls_real": "input/storage/filesystems.py",  # of its HTTP, without its cache
+    "_splash_attention_bwd_dkv": "xla/splash_attention.py",  # see `SplashBlocks.backward`
     "_is_owned": "engine/concurrency.py",  # of `threading.RLock`, for `threading.Condition`
     "_release_save": "engine/concurrency.py",
     "_acquire_restore": "engine/concurrency.py",

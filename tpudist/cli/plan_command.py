@@ -90,8 +90,7 @@ class Options:
     save: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Save the compiled program, for Strategy.load_plan on the slice."""
     calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Report of tpudist doctor --accelerator, or profiler trace, whose rates replace the published
-    ones; "published" also ignores the rates that you kept (default: the rates that you kept)."""
+    """Doctor's report or trace with rates, or "published" (default: the rates that you kept)."""
     calibrate: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Same as --calibration, and keeps the rates for your later plans of this generation."""
     cache: bool = True
