@@ -189,7 +189,7 @@ def test_options_and_urls_must_be_valid(tmp_path):
 
 
 PROGRAM = """
-import sys
+import sys, time
 import tpudist
 from remote_files import options, parse_line
 from tpudist.input import from_files
@@ -197,6 +197,7 @@ remote = options(sys.argv[2], timeout_s=1e4)
 dataset = from_files(sys.argv[1], parse=parse_line, num_records=[500], remote=remote)
 batches = iter(tpudist.MirroredStrategy().experimental_distribute_dataset(dataset.batch(10)))
 next(batches)
+time.sleep(1.5)  # a thread waits for the next one
 print("first batch", flush=True)
 """
 
