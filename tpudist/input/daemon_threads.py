@@ -30,6 +30,10 @@ class DaemonThreads:
         self._queue: _Queue = queue.SimpleQueue()
         weakref.finalize(self, _end, self._queue, self._threads).atexit = False
 
+    def __reduce__(self) -> "tuple[type[DaemonThreads], tuple[int, str]]":
+        """Copies without threads and functions: a dataset that has this object can be sent."""
+        return DaemonThreads, (self._num_threads, self._name)
+
     def submit(
         self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs
     ) -> "concurrent.futures.Future[_T]":
@@ -54,7 +58,6 @@ def _run(work: _Queue) -> None:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
-                del error
         del item, future, function  # which may have large arrays
 
 

@@ -4,6 +4,7 @@ Tests of libraries that are not installed are skipped.
 """
 
 import json
+import pickle
 import sys
 import threading
 
@@ -117,6 +118,13 @@ def test_num_threads_threads_read_a_batch_and_end_with_the_dataset():
         if thread.name.startswith("tpudist-read"):
             thread.join(timeout=10)
             assert not thread.is_alive()
+
+
+def test_a_dataset_that_threads_have_read_can_be_sent_to_another_process():
+    dataset = from_records([{"id": i} for i in range(64)], num_threads=4).batch(64)
+    batches = [batch["id"].tolist() for batch in dataset]
+    copied = pickle.loads(pickle.dumps(dataset))
+    assert [batch["id"].tolist() for batch in copied] == batches == [list(range(64))]
 
 
 def test_a_transform_creates_examples_and_its_errors_name_the_example():
