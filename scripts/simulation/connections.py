@@ -291,7 +291,7 @@ class _Reader:
         return self._take(end)
 
     def read(self, count: int) -> bytes:
-        """Returns so many bytes, or fewer at the end."""
+        """Returns `count` bytes, or fewer at the end."""
         while len(self._text) < count and (data := self._source.recv(65536)):
             self._text += data
         return self._take(count)

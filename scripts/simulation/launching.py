@@ -1,7 +1,7 @@
 """Runs that `tpudist launch` starts: a supervisor on each host, which starts and watches processes.
 
-The supervisors run `supervisor.launch` and what it calls; only operating system's part is a model:
-child processes and signals.
+The supervisors run `supervisor.launch` and what it calls; only the operating system's
+part is a model: child processes and signals.
 """
 
 from __future__ import annotations

@@ -293,7 +293,7 @@ def test_a_process_that_leaves_is_named_in_the_others():
 
 
 def test_a_process_without_batches_pads_with_a_row_of_another_one():
-    """Also after its end, when the others go on with batches of other shapes."""
+    """Also after its end, when the others continue with batches of other shapes."""
 
     def program(process):
         batches = [np.full((2, 3), 5.0)] * 4 + [np.full((2, 7), 6.0)] * 4

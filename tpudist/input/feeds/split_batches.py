@@ -133,10 +133,8 @@ class SplitBatches:
             state = state.get("dataset")
         if position.step:
             # Batches that are dropped are no elements. A dataset that is read by number has none.
-            num_read, is_exact = (
-                read_count(state, "batches"),
-                isinstance(self.source, IndexedDataset),
-            )
+            num_read = read_count(state, "batches")
+            is_exact = isinstance(self.source, IndexedDataset)
             require(
                 num_read == position.step if is_exact else num_read >= position.step,
                 f"it was taken after {position.step} elements, but {num_read} batches",

@@ -23,7 +23,7 @@ class Recent(Generic[_T]):
         self._values: collections.OrderedDict[Hashable, tuple[_T, int]] = collections.OrderedDict()
 
     def get(self, key: Hashable) -> _T | None:
-        """Returns a value, which is then the last one used; None if it is not there."""
+        """Returns a value, which is then the last one used; None if there is none."""
         with self._lock:
             if key not in self._values:
                 return None
@@ -31,7 +31,7 @@ class Recent(Generic[_T]):
             return self._values[key][0]
 
     def put(self, key: Hashable, value: _T, num_bytes: int) -> None:
-        """Adds a value of so many bytes, and drops those that were not used for longest."""
+        """Adds a value of `num_bytes` bytes; drops the values that were used least recently."""
         with self._lock:
             _, old_bytes = self._values.pop(key, (None, 0))
             self._values[key] = (value, num_bytes)

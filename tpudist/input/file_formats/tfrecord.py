@@ -49,7 +49,7 @@ class TFRecordFile:
 
         for start, chunk in self._file.chunks(first_needed):
             end = start + len(chunk)
-            if bounds[-1] >= end:  # a record goes on behind this chunk, which is not looked at
+            if bounds[-1] >= end:  # a record continues after this chunk, which has no header
                 continue
             start -= len(carried)
             data = carried + bytes(chunk) if carried else chunk

@@ -107,7 +107,7 @@ class LocalIndexes:
 
 
 class StoredIndexes:
-    """Indexes in a folder of an object store, such as one beside the data."""
+    """Indexes in a folder of an object store, such as one next to the data."""
 
     def __init__(self, store: ObjectStore, url: str):
         self._store, self._url = store, url.rstrip("/")
