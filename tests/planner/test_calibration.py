@@ -133,7 +133,7 @@ def _chrome_trace(ops):
 def test_rates_are_read_from_a_trace_of_the_profiler(ending, tmp_path):
     path = tmp_path / f"host.{ending}"
     path.write_bytes(_xplane(OPS) if ending == "xplane.pb" else _chrome_trace(OPS))
-    # Only an xplane says which chip it is of.
+    # Only an xplane names its chip.
     found = read_calibration(path, None if ending == "xplane.pb" else "v5e")
     assert found.generation == "v5e"
     assert found.matmul_flops_per_s == pytest.approx(170e12)
@@ -146,6 +146,13 @@ def test_rates_are_read_from_a_trace_of_the_profiler(ending, tmp_path):
     [
         ("a.xplane.pb", b"\x0a\xff", "is not a trace of JAX's profiler"),
         ("a.trace.json.gz", b"{", "is not a trace of JAX's profiler"),
+        # The data after the header of gzip are damaged.
+        (
+            "a.trace.json.gz",
+            _chrome_trace(OPS)[:10] + b"\xff" * 9,
+            "is not a trace of JAX's profiler",
+        ),
+        ("a.trace.json", b'{"traceEvents": [1]}', "is not a trace of JAX's profiler"),
         ("a.xplane.pb", b"", "has no operations of a TPU"),
         ("a.trace.json.gz", _chrome_trace(OPS), "does not say which TPU"),
         ("a.xplane.pb", _xplane(OPS[2:4]), "below the peak of v5e, so it shows no rate"),

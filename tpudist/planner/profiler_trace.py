@@ -10,6 +10,7 @@ import dataclasses
 import gzip
 import json
 import struct
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -22,6 +23,8 @@ _MIN_S = 50e-6
 _MAX_SHARE = 1.05  # of the peak, as in `Calibration`
 _IN_VMEM = "S(1)"  # in a layout: the profiler counts its bytes, too
 _OPS, _DEVICE = "XLA Ops", "/device:TPU:"
+# Errors of a file that is damaged, or of another program.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError)
 _FIGURES = ("hlo_category", "flops", "model_flops", "bytes_accessed", "long_name")
 
 
@@ -75,7 +78,7 @@ def read_rates(path: str | Path, generation: str | None = None) -> TraceRates:
         else:
             kind, ops = "", _read_json(gzip.decompress(data) if path.suffix == ".gz" else data)
         ops = list(ops)
-    except (ValueError, KeyError, TypeError, OSError, EOFError, struct.error) as error:
+    except (*_DAMAGE, struct.error, zlib.error) as error:
         raise ValueError(f"{path} is not a trace of JAX's profiler: {error!r}.") from error
     if not ops:
         raise ValueError(
@@ -197,7 +200,7 @@ def _number(message: memoryview, number: int) -> int:
 def _entries(message: memoryview, number: int) -> Iterator[tuple[int, memoryview]]:
     """Yields the entries of a map from numbers to messages."""
     for entry in _children(message, number):
-        yield _number(entry, 1), next(_children(entry, 2))
+        yield _number(entry, 1), next(_children(entry, 2), memoryview(b""))
 
 
 def _figures(message: memoryview, number: int, names: dict[int, str]) -> dict[str, object]:
