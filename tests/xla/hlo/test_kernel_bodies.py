@@ -102,6 +102,18 @@ def test_narrow_products_fill_a_part_of_a_wide_matrix_unit():
     assert [body.share_of_unit(width) for width in (128, 256)] == [1, 0.25]
 
 
+def test_a_loop_in_a_kernel_counts_each_of_its_iterations():
+    def kernel(x, y):
+        def multiply(_, total):
+            return jax.lax.fori_loop(0, 4, lambda _, z: jnp.dot(z, z), total)
+
+        y[...] = jax.lax.fori_loop(2, 5, multiply, x[...])
+
+    shape = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+    found = kernel_bodies.read(f'"body":"{_body(pl.pallas_call(kernel, out_shape=shape), shape)}"')
+    assert found.flops == 3 * 4 * 2 * 128**3
+
+
 def test_blocks_whose_place_is_prefetched_are_copied_at_each_step():
     def kernel(places, x, y):
         y[...] = jnp.tanh(x[...])

@@ -9,6 +9,7 @@ import binascii
 import dataclasses
 import functools
 import math
+import operator
 import re
 from collections.abc import Iterable
 
@@ -20,6 +21,8 @@ _BODY = re.compile(r'"body":"([^"]+)"')
 _CONTRACTED = re.compile(r"dot_dimension_numbers<\[([\d, ]*)\]")
 _DYNAMIC = -(2**63)  # a size of the grid that is known only when the kernel runs
 _VMEM = "vmem"
+# Pallas writes the end of a loop as its start plus its length.
+_SUMS = {"addi": operator.add, "subi": operator.sub}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +260,13 @@ def _trip_count(loop: ir.Operation) -> int:
 
 def _constant(value: ir.Value) -> int | None:
     owner = value.owner
-    if isinstance(owner, ir.Block) or not owner.name.endswith("arith.constant"):
+    if isinstance(owner, ir.Block):
+        return None
+    _, _, name = owner.name.rpartition("arith.")
+    if name in _SUMS:
+        left, right = map(_constant, owner.operands)
+        return None if left is None or right is None else _SUMS[name](left, right)
+    if name != "constant":
         return None
     attribute = owner.attributes["value"]
     return ir.IntegerAttr(attribute).value if isinstance(attribute, ir.IntegerAttr) else None
