@@ -13,8 +13,11 @@ from remote_files import (
     parse_record,
     tfrecords,
 )
+from tpudist import NumpyDataset
 from tpudist.input import from_files
+from tpudist.input.sources.read_ahead import AheadPass
 from tpudist.input.storage import remote_file
+from tpudist.input.storage.data_file import CannotRead
 
 pytest.importorskip("aiohttp", reason="needs the extra `remote`")
 pytest.importorskip("s3fs", reason="needs the extra `remote`")
@@ -121,6 +124,31 @@ def test_a_batch_of_small_records_far_apart_is_read_in_turns(tmp_path, monkeypat
         assert data == records[98::-2]
         assert len(found) > 5
         assert max(found) <= 2 * (50_000 + 9_100)
+
+
+class Unreadable:
+    """Bytes of batches of 2 rows, of which those from row 20 on cannot be read."""
+
+    def requests(self):
+        return self
+
+    def numbers_of(self, place, rows):
+        if place.start >= 20:
+            raise CannotRead("an order needs a file that has gone")
+        return rows
+
+    def add(self, numbers, max_bytes, *, in_part):
+        return True
+
+    def begin(self):
+        return []
+
+
+def test_a_batch_that_cannot_be_read_does_not_end_the_pass_before_it():
+    dataset = NumpyDataset({"id": np.arange(40)}).batch(2)
+    batches = AheadPass(dataset, Unreadable(), 0, None, 1000)
+    found = [batch.take(np.arange(2), copy=False)[0].tolist() for batch in batches]
+    assert found == np.arange(40).reshape(20, 2).tolist()
 
 
 def test_without_read_ahead_each_batch_is_requested_by_itself(tmp_path):

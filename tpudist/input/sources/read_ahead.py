@@ -149,12 +149,17 @@ class _Windows:
         """Requests the next window. Only one call runs at a time."""
         requests, num_batches = self._dataset.requests(), 0
         while num_batches < self._num_batches:
-            self._place = self._place or self._scout.advance()
+            try:
+                self._place = self._place or self._scout.advance()
+            except CannotRead:
+                if not num_batches:  # else the next window raises it: this one can be read
+                    raise
+                break
             if self._place is None:
                 self._is_at_end = True
                 break
-            numbers = self._dataset.numbers_of(self._place, rows[rows < self._place.num_rows])
             with contextlib.suppress(CannotRead):  # the read of the batch raises it
+                numbers = self._dataset.numbers_of(self._place, rows[rows < self._place.num_rows])
                 if not requests.add(numbers, self._max_bytes, in_part=not num_batches):
                     break
             self._place = None
