@@ -1,4 +1,4 @@
-"""`tpudist plan FILE.py:function` finds out what was named, and says what to write instead."""
+"""`tpudist plan FILE.py:function` recognizes the named object, and says what to write instead."""
 
 import sys
 

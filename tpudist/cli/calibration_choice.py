@@ -1,4 +1,4 @@
-"""The rates of a plan: those of a file, those that the user kept, or the published ones."""
+"""Chooses the rates of a plan: from a file, from the rates that the user kept, or published."""
 
 from __future__ import annotations
 

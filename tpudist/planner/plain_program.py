@@ -39,7 +39,7 @@ class LoweredCall:
         name: Name of the step.
         lowered: The program.
         closed: Jaxpr of the step; None if it is not known.
-        leaves: Leaves of the arguments; empty if the names in the program are those of the user.
+        leaves: Leaves of the arguments; empty if the program has the names of the user.
         num_first: Number of leaves of the first argument.
     """
 

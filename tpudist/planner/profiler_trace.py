@@ -88,7 +88,7 @@ def read_rates(path: str | Path, generation: str | None = None) -> TraceRates:
     found = next((c for c in CHIPS.values() if c.device_kind.lower() == kind.lower()), None)
     chip = found or CHIPS.get(generation or "")
     if chip is None:
-        raise ValueError(f"{path} does not say which TPU it is of. Pass its slice as --topology.")
+        raise ValueError(f"{path} does not say which TPU ran it. Pass its slice as --topology.")
     return _find_rates(path, chip, ops)
 
 
@@ -157,7 +157,7 @@ def _read_json(data: bytes) -> Iterator[_Op]:
 
 def _read_xplane(data: bytes) -> tuple[str, Iterator[_Op]]:
     """Returns the kind of the devices, and their operations."""
-    # The literal numbers are those of fields in xplane.proto.
+    # The literal numbers are fields of xplane.proto.
     kind, ops = "", []
     for plane in _children(data, 1):
         (name,) = [*_texts(plane, 2), ""][:1]

@@ -66,7 +66,7 @@ def assert_fits(
             f"assert_fits: {label} has no limit, because the memory of these devices is unknown. "
             "Pass topology=, or max_bytes=."
         )
-    # More than what is in use at the peak: gaps and the program must fit too.
+    # Not only the bytes in use at the peak: gaps and the program must fit, too.
     reserved = max(memory.allocated_bytes, memory.peak_bytes) + memory.program_bytes
     if max_bytes is not None and reserved > max_bytes:
         raise AssertionError(_describe_excess(label, memory, reserved, max_bytes))

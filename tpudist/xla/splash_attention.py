@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 LANES = 128
-"""Number of which the tiles of the kernel are multiples."""
+"""The sizes of the tiles of the kernel are multiples of this number."""
 # MaxText's default (`sa_block_q` in its base.yml). The scores of such a tile take 1 MiB. Much
 # larger tiles exceed the 16 MiB of VMEM that XLA gives a kernel by default.
 _BLOCK = 512

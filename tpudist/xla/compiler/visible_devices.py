@@ -28,7 +28,7 @@ _ANSWERS: dict[str, Callable[[_Devices], Any]] = {
 
 @contextlib.contextmanager
 def show_devices(devices: Sequence[jax.Device]) -> Iterator[None]:
-    """Makes JAX report `devices`, as those of one process, to this thread.
+    """Makes JAX report `devices` to this thread, as if one process had them.
 
     Also `jax.make_mesh` and `jax.pmap` use them. Questions about another platform, such as
     `jax.devices("cpu")`, are answered as before.

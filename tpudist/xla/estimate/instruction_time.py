@@ -129,7 +129,7 @@ class Price:
         flops: Operations in matrix multiplications.
         hbm_bytes: Bytes to and from HBM.
         peak_s: Seconds that the operations take at the chip's peak.
-        guess: What is guessed, such as "sort"; empty if a rule gives the time.
+        guess: Name of the guessed part, such as "sort"; empty if a rule gives the time.
     """
 
     seconds: float

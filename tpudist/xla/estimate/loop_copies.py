@@ -65,7 +65,7 @@ def _bodies(module: Module) -> Iterator[Computation]:
 
 
 def _value_of_update(module: Module, instruction: Instruction) -> Instruction | None:
-    """Returns the value of which an instruction updates a small part, or None."""
+    """Returns the value if an instruction updates a small part of one, or None."""
     contents, updates = _contents(module, instruction), instruction
     if contents is not None:
         updates = contents.root

@@ -44,7 +44,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Runs an instruction, begins its transfer, or both; `phase` and `key` are of its `Role`."""
+    """Runs an instruction, begins its transfer, or both; `phase` and `key` come from its `Role`."""
 
     event: Event
     phase: str | None
@@ -290,7 +290,7 @@ class _Clock:
         self._last_use: dict[Hashable, tuple[float, _Flight]] = {}
 
     def begin(self, key: Hashable, event: Event, seconds: float) -> None:
-        """Begins a transfer of so many seconds as soon as all its links are free."""
+        """Begins a transfer of `seconds` as soon as all its links are free."""
         assert event.transfer is not None
         begin, blocker = self.time, None
         for link in event.transfer.busy_s:
