@@ -127,6 +127,7 @@ def test_a_missing_key_has_the_default_of_its_family(name, changes, expected):
         ("llama", {"model_type": "gemma3"}, "model_type"),  # with images
         ("llama", {"model_type": ...}, "model_type"),
         ("llama", {"hidden_size": ...}, "hidden_size"),
+        ("llama", {"intermediate_size": ...}, "intermediate_size"),
         ("llama", {"attention_bias": True}, "attention_bias"),
         ("llama", {"mlp_bias": True}, "mlp_bias"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),

@@ -236,6 +236,8 @@ def test_longrope_has_factors_for_each_pair():
         ("Qwen/Qwen3-30B-A3B", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ("openai/gpt-oss-20b", {}, "quantization_config"),
         ("openai-community/gpt2", {"activation_function": "relu"}, "activation_function"),
+        ("openai-community/gpt2", {"n_embd": None}, "hidden_size"),
+        ("Qwen/Qwen3-30B-A3B", {"num_attention_heads": 0}, "num_attention_heads"),
         (
             "openai-community/gpt2",
             {"scale_attn_by_inverse_layer_idx": True},

@@ -112,7 +112,7 @@ def _parse(values: Values) -> tuple[TransformerConfig, list[str]]:
     written = {family.names.get(key, key): value for key, value in values.items()}
     # From the weakest to the strongest: common defaults, those of the family, the file.
     values = _Recorder(_COMMON | family.defaults | written)
-    if values["intermediate_size"] is None and name == "gpt2":
+    if name == "gpt2" and values["intermediate_size"] is None and values.get("hidden_size"):
         values["intermediate_size"] = 4 * values["hidden_size"]
     _check(values)
     fields = family.parse(values)
@@ -145,7 +145,7 @@ def parse_dtype(values: Values) -> Literal["float32", "bfloat16"]:
 def _check(values: Values) -> None:
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     for key in (*sizes, "intermediate_size"):
-        if not isinstance(values.get(key), int):
+        if not isinstance(values.get(key), int) or values[key] < 1:
             raise config_error(key, values.get(key), "has an unknown size")
     if values.get("quantization_config") is not None:
         raise config_error(

@@ -143,19 +143,20 @@ def _axes(values: MaxTextValues, num_devices: int, num_slices: int) -> dict[str,
             for name in ("data", "diloco", *_AXES)
         }
         known = math.prod(size for size in sizes.values() if size != -1)
-        for name, size in sizes.items():
-            # As in MaxText: one axis may be -1, for all devices that the others leave.
-            size = total // known if size == -1 else size
-            if name in _AXES and size > 1:
-                axes[_AXES[name]] = axes.get(_AXES[name], 1) * size
-        if -1 not in sizes.values() and known != total:
+        # As in MaxText: one axis may be -1, for all devices that the others leave.
+        left = total // known if known > 0 else 0
+        filled = {name: left if size == -1 else size for name, size in sizes.items()}
+        if (product := math.prod(filled.values())) != total:
             raise _error(
                 f"{network}_*_parallelism",
                 {name: size for name, size in sizes.items() if size != 1},
-                f"is for {known} devices, but there are {total} in the slice"
+                f"is for {product} devices, but there are {total} in the slice"
                 if network == "ici"
-                else f"is for {known} slices, but there are {total}",
+                else f"is for {product} slices, but there are {total}",
             )
+        for name, axis in _AXES.items():
+            if filled[name] > 1:
+                axes[axis] = axes.get(axis, 1) * filled[name]
     return axes
 
 
@@ -166,7 +167,10 @@ def _config(values: MaxTextValues, length: int, axes: dict[str, int]) -> Transfo
     if values.get("attention_type", "global") not in ("global", "local_sliding"):
         raise _error("attention_type", values["attention_type"], "is not supported")
     # As `get_individual_scales` of MaxText: a scale of 2 ** 3 doubles every dim once.
-    scale = int(math.log2(values["global_parameter_scale"]))
+    factor = values["global_parameter_scale"]
+    if factor not in [2**i for i in range(32)]:
+        raise _error("global_parameter_scale", factor, "is not a power of 2")
+    scale = int(math.log2(factor))
     whole, rest = divmod(scale, 3)
     heads_scale, embed_scale = 2 ** (whole + (rest > 0)), 2 ** (whole + (rest > 1))
     stages = axes.get("stage", 1)
@@ -213,6 +217,8 @@ def _remat(values: MaxTextValues) -> str:
         # The scan keeps the input of a layer anyway.
         if choice == "remat" or (key, choice) == ("decoder_layer_input", "device"):
             continue
+        if choice not in chosen:
+            raise _error(key, choice, "is not one of remat, device, offload")
         chosen[choice] += [name for name in names if name not in chosen[choice]]
     parts = {"save": chosen["device"], "offload": chosen["offload"]}
     return "+".join(f"{verb}:{','.join(names)}" for verb, names in parts.items() if names) or "full"
