@@ -16,7 +16,7 @@ from tpudist.xla.hlo.instructions import Computation, Instruction
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
     " opt-barrier partition-id replica-id async-start async-update async-done add-dependency"
-    " recv iota rng-get-and-update-state".split()
+    " recv rng-get-and-update-state".split()
 ).union(collective_ops.KINDS)
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
