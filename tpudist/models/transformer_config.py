@@ -195,7 +195,12 @@ def _check_window(config: TransformerConfig) -> None:
 
 
 def _check_alternatives(config: TransformerConfig) -> None:
-    """Checks fields that exclude each other."""
+    """Checks fields that have a few values or exclude each other."""
+    for name, known in (("norm", ("rms", "layer")), ("expert_method", ("dispatch", "grouped"))):
+        if (value := vars(config)[name]) not in known:
+            raise ValueError(
+                f"{name}={value!r} is not one of {', '.join(known)}. Pass one of them."
+            )
     if config.norm_heads and config.norm_projections:
         raise ValueError(
             "norm_heads=True and norm_projections=True both normalize the queries and keys: of "

@@ -161,6 +161,8 @@ def test_an_unsupported_model_is_rejected_with_its_key(name, changes, key):
     [
         ({"attention_window": 0}, "needs attention_window >= 1; got 0"),
         ({"attention_cap": 0.0}, "needs attention_cap > 0; got 0.0"),
+        ({"norm": "layernorm"}, "norm='layernorm' is not one of rms, layer"),
+        ({"expert_method": "ragged"}, "expert_method='ragged' is not one of dispatch, grouped"),
         ({"layers_with_window": (True,)}, "no layer has a window. Pass both or neither"),
         ({"local_rotary_base": 3.0}, "no layer has a window. Pass both or neither"),
         (
