@@ -107,8 +107,11 @@ def trace_step(
     shapes, stacked = inputs.shapes[:end], inputs.stacked[:end]
     # The traces for fewer rows are compared with it, and share no inner functions either.
     caches = contextlib.nullcontext() if rows is None else trace_caches.separate()
-    named = value_errors.name_inputs(lambda: inputs.names(call))
-    with caches, row_kernels.note_calls() as kernels, named:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(caches)
+        kernels = stack.enter_context(row_kernels.note_calls())
+        if not call.kinds.numbers:  # else `TraceFailed.of` reads JAX's names, and traces again
+            stack.enter_context(value_errors.name_inputs(lambda: inputs.names(call)))
         program = compile.trace(flat, mesh, shapes, stacked, name)
     # Requests and checks.
     _raise_requests(call, inputs, found, program)
