@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from simulation import faults
@@ -165,8 +164,7 @@ def run_with(scheduled: ScheduledRun, drawn: Sequence[Fault]) -> tuple[Outcome, 
     for fault in drawn:
         simulation.scheduler.at(fault.at_s, lambda fault=fault: inject(fault))
     scheduled.start()
-    with jax.default_device(jax.devices("cpu")[0]):  # tasks share JAX's settings of this thread
-        has_ended = simulation.go_on(_LIMIT_S)
+    has_ended = simulation.go_on(_LIMIT_S)
     problems = [x for x in scheduled.program.defects]
     if not has_ended:
         problems.append("the program has not ended")

@@ -14,6 +14,7 @@ from simulation.process import Process, keep_logs
 from simulation.runtime import Runtime
 from simulation.scheduler import Scheduler
 from tpudist.processes.peer_connections import DEAD_PEER_S
+from tpudist.xla import internals
 
 PORT = 8476
 _POWER_OFF, _SIGKILL = -99, -9
@@ -83,8 +84,14 @@ class Simulation:
 
     def go_on(self, limit_s: float = 10_000.0, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Lets time pass until all processes have ended, or `is_over()`."""
-        with keep_logs():
-            return self.scheduler.run(lambda: is_over() or self._have_ended(), limit_s)
+        before = internals.settings_of_thread()
+        try:
+            with keep_logs():
+                return self.scheduler.run(lambda: is_over() or self._have_ended(), limit_s)
+        finally:
+            # The tasks share JAX's settings of this thread, and may end within a block that sets
+            # one, such as a default device.
+            internals.set_in_thread(before)
 
     def _have_ended(self) -> bool:
         return all(x.exit_code is not None for x in (*self.processes, *self.former))
