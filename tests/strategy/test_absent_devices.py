@@ -9,6 +9,7 @@ import tpudist
 from tpudist import planner
 
 pytestmark = pytest.mark.libtpu
+BATCHES = tpudist.NumpyDataset(np.zeros(16)).batch(8)
 
 
 def make():
@@ -30,6 +31,11 @@ def test_models_are_created_as_shapes_and_planned():
         lambda: tpudist.Variable(np.zeros(3)),
         lambda: tpudist.get_strategy().create(make),
         lambda: tpudist.get_strategy().run(jnp.sin, (np.zeros(3),)),
+        lambda: tpudist.get_strategy().experimental_distribute_values_from_function(
+            lambda _: np.zeros(3)
+        ),
+        lambda: tpudist.get_strategy().distribute_batch(np.zeros((4, 2)), has_device_dim=True),
+        lambda: next(iter(tpudist.get_strategy().experimental_distribute_dataset(BATCHES))),
     ],
 )
 def test_values_in_the_scope_raise_the_remedy(compute):

@@ -104,11 +104,12 @@ def exchange(mesh: ReplicaMesh, intention: Intention, text: str) -> list[str]:
 
 def is_needed(mesh: ReplicaMesh) -> bool:
     """Whether there are other processes to agree with."""
-    return (
-        mesh.num_processes > 1
-        and this_host().coordination_client() is not None
-        and not internals.is_described(mesh.mesh.devices.flat[0])
-    )
+    return has_others(mesh) and this_host().coordination_client() is not None
+
+
+def has_others(mesh: ReplicaMesh) -> bool:
+    """Whether the mesh has devices of other processes, which are not only described."""
+    return mesh.num_processes > 1 and not internals.is_described(mesh.mesh.devices.flat[0])
 
 
 def order_of(mesh: ReplicaMesh) -> RunOrder | None:

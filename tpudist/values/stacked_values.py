@@ -50,7 +50,7 @@ def stack_trees(mesh: ReplicaMesh, make_trees: Callable[[], Sequence[PyTree]]) -
     # Protocol: every process sends the description of its values, or its error, before any process
     # creates the global array. Different shapes would make different programs, and a process that
     # fails without a message would make the others wait.
-    if mesh.num_processes == 1:
+    if not process_agreement.has_others(mesh):
         structure, columns = _columns(make_trees())
         return structure.unflatten([stack_parts(mesh, column) for column in columns])
     try:

@@ -70,8 +70,8 @@ def _agree(
     mesh: ReplicaMesh, find_kinds: Callable[[], list[str]], sizes: str, rows: int = 0
 ) -> list[int]:
     """Returns `rows` of all processes. Their kinds of arrays and sizes must be equal."""
-    if not process_agreement.is_needed(mesh):
-        return [rows]
+    if not process_agreement.has_others(mesh):
+        return [rows] * mesh.num_processes
     rounds = _rounds(mesh.processes)
     answer = rounds.combine({"batch": [sizes, *find_kinds()], "rows": rows}, _compare)
     if answer["different"]:

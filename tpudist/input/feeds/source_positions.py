@@ -34,15 +34,13 @@ def states_of(process: int, state: State, num_datasets: int) -> list[State | Non
     """
     own = state_of_process(process, state, "datasets")
     require(
-        isinstance(own, list) and len(own) == num_datasets and all(map(_is_dict, own)),
+        isinstance(own, list)
+        and len(own) == num_datasets
+        and all(isinstance(x, dict) for x in own),
         f"it has {state.get('datasets')!r} as the datasets of all processes, but process {process} "
         f"reads {num_datasets}",
     )
     return own
-
-
-def _is_dict(value: object) -> bool:
-    return isinstance(value, dict)
 
 
 def state_of_process(process: int, state: State, key: str) -> Any:

@@ -108,6 +108,6 @@ def _facts_of(about: dict[str, Any]) -> ObjectFacts:
     checksum = about.get("crc32c")
     return ObjectFacts(
         int(about["size"]),
-        f"{about['generation']}",
+        str(about["generation"]),
         None if checksum is None else f"crc32c {checksum}",
     )

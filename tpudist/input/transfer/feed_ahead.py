@@ -12,6 +12,7 @@ from tpudist.input.process_rounds import Rounds
 from tpudist.input.transfer import to_devices
 from tpudist.input.transfer.prefetch import Prefetcher
 from tpudist.input.transfer.to_devices import Parts
+from tpudist.processes import process_agreement
 from tpudist.xla.mesh import ReplicaMesh
 
 _stops: "weakref.WeakSet[threading.Event]" = weakref.WeakSet()
@@ -68,12 +69,9 @@ class Elements(Iterator[Element]):
         self.position = position
         stop = threading.Event()
         _stops.add(stop)
-        several = replica_mesh.num_processes > 1
-        rounds = (
-            Rounds(name, stop, replica_mesh.processes, reads_ahead=prefetch > 0)
-            if several
-            else None
-        )
+        rounds = None
+        if process_agreement.has_others(replica_mesh):
+            rounds = Rounds(name, stop, replica_mesh.processes, reads_ahead=prefetch > 0)
         wait_on_host = prefetch > 0 and not fetch_to_device
         self._parts = parts = feed.host_parts(position, keep=wait_on_host, rounds=rounds)
         may_run_in_loop = feed.may_run_in_loop and rounds is None
