@@ -4,13 +4,13 @@ import itertools
 import json
 import re
 import threading
-import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from benchmarks.counting_service import exponent, run
+from passes_ahead import check_that_threads_end, count_ahead
 from tpudist import NumpyDataset
 from tpudist.input.feeds import waiting_reads
 from tpudist.input.feeds.per_replica_batches import WholeBatches
@@ -56,6 +56,10 @@ class Pass:
 
     def index(self):
         return self.mesh.local_replicas[0] // REPLICAS
+
+
+def begin(process, dataset):
+    return Pass(2, process, dataset).parts
 
 
 def indexed(size, process=0):
@@ -307,74 +311,24 @@ def test_a_process_without_batches_pads_with_a_row_of_another_one():
 def test_large_batches_are_not_read_ahead(monkeypatch):
     """Reading ahead may take a limited number of bytes."""
     monkeypatch.setattr(waiting_reads, "_MOST_BYTES_AHEAD", 100)
-    num_read = [0, 0]
-
-    def counted(process):
-        for _ in range(100):
-            num_read[process] += 1
-            yield np.zeros(100)
-
-    def program(process):
-        found = Pass(2, process, lambda: counted(process)).parts
-        most = 0
-        for number, _ in enumerate(found, 1):
-            most = max(most, num_read[process] - number * REPLICAS)
-        return most
-
-    assert run(2, program).results == [0, 0]
+    assert count_ahead(begin, [100] * 100, REPLICAS) == [0, 0]
 
 
 def test_later_steps_may_be_larger_than_the_first(monkeypatch):
     """The limit is of bytes, and not of as many steps as the first one allows."""
     monkeypatch.setattr(waiting_reads, "_MOST_BYTES_AHEAD", 4 * REPLICAS * 800)  # 4 large steps
-    num_read = [0, 0]
-
-    def counted(process):
-        for i in range(200):
-            num_read[process] += 1
-            yield np.zeros(1 if i < REPLICAS else 100)
-
-    def program(process):
-        most = 0
-        for number, _ in enumerate(Pass(2, process, lambda: counted(process)).parts, 1):
-            most = max(most, num_read[process] - number * REPLICAS)
-        return most
-
-    # In four places, each with one step more, and one that is being read.
-    assert max(run(2, program).results) <= (4 * 5 + 1) * REPLICAS
+    most = count_ahead(begin, [1] * REPLICAS + [100] * (200 - REPLICAS), REPLICAS)
+    # Four places have up to one step more, and another step is being read.
+    assert max(most) <= (4 * 5 + 1) * REPLICAS
 
 
 def test_the_bytes_that_are_read_ahead_have_a_limit(monkeypatch):
     """Also in a process whose steps wait for a slower one."""
     monkeypatch.setattr(waiting_reads, "_MOST_BYTES_AHEAD", 4 * REPLICAS * 800)  # 4 steps
-    num_read = [0, 0]
-
-    def counted(process):
-        for _ in range(200):
-            num_read[process] += 1
-            if process:
-                time.sleep(0.001)
-            yield np.zeros(100)
-
-    def program(process):
-        found = Pass(2, process, lambda: counted(process)).parts
-        most = 0
-        for number, _ in enumerate(found, 1):
-            most = max(most, num_read[process] - number * REPLICAS)
-        return most
-
-    # In four places, and one that is being read.
-    assert max(run(2, program).results) <= (4 * 4 + 1) * REPLICAS
+    most = count_ahead(begin, [100] * 200, REPLICAS, delay_s=0.001)
+    # The four places are full, and another step is being read.
+    assert max(most) <= (4 * 4 + 1) * REPLICAS
 
 
 def test_a_pass_that_is_closed_ends_its_threads():
-    def program(process):
-        elements = Pass(2, process, listed(4 * 1000))
-        for _ in itertools.islice(elements, 100):
-            pass
-        elements.stop.set()
-        elements.parts.close()
-
-    before = set(threading.enumerate())
-    run(2, program)
-    assert not {x for x in threading.enumerate() if x.name == "tpudist-prefetch"} - before
+    check_that_threads_end(lambda process: Pass(2, process, listed(4 * 1000)))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.counting_service import exponent, run
+from passes_ahead import check_that_threads_end, count_ahead
 from tpudist.input.feeds import waiting_reads
 from tpudist.input.feeds.equal_batches import EqualWindows, _compare
 from tpudist.input.feeds.split_batches import SplitBatches
@@ -190,18 +191,7 @@ def test_a_loader_may_use_its_memory_again():
 
 def test_large_batches_are_not_read_ahead(monkeypatch):
     monkeypatch.setattr(waiting_reads, "_MOST_BYTES_AHEAD", 100)
-    num_read = [0, 0]
-
-    def counted(process):
-        for _ in range(50):
-            num_read[process] += 1
-            yield np.zeros(100)
-
-    def program(process):
-        parts = Pass(2, process, lambda: counted(process)).parts
-        return max(num_read[process] - number for number, _ in enumerate(parts, 1))
-
-    assert run(2, program).results == [0, 0]
+    assert count_ahead(lambda i, dataset: Pass(2, i, dataset).parts, [100] * 50) == [0, 0]
 
 
 def test_a_pass_resumes_from_each_position():
@@ -220,16 +210,7 @@ def test_a_pass_resumes_from_each_position():
 
 
 def test_a_pass_that_is_closed_ends_its_threads():
-    def program(process):
-        elements = Pass(2, process, lambda: batches(1000, 2))
-        for _ in itertools.islice(elements, 100):
-            pass
-        elements.stop.set()
-        elements.parts.close()
-
-    before = set(threading.enumerate())
-    run(2, program)
-    assert not {x for x in threading.enumerate() if x.name == "tpudist-prefetch"} - before
+    check_that_threads_end(lambda process: Pass(2, process, lambda: batches(1000, 2)))
 
 
 def test_texts_of_thousands_of_processes_are_short():

@@ -28,18 +28,26 @@ def begin(url, remote, num_records=None):
     return iter(distributed(dataset.shuffle(0).batch(50)))
 
 
+def read(url, remote):
+    """Returns the state after the first batch, and the examples of later ones."""
+    iterator = begin(url, remote)
+    next(iterator)
+    return json.loads(json.dumps(iterator.get_state())), distributed_ids(iterator)
+
+
+def resume(url, remote, state):
+    iterator = begin(url, remote)
+    iterator.set_state(state)
+    return distributed_ids(iterator)
+
+
 def test_a_run_does_not_resume_with_an_object_that_was_replaced(tmp_path, moto, bucket):
     name, files = bucket
     remote = options(tmp_path, moto)
     for x in ("a", "b"):
         files.pipe(f"{name}/{x}.txt", LINES)
-    iterator = begin(f"s3://{name}/*.txt", remote)
-    next(iterator)
-    state = json.loads(json.dumps(iterator.get_state()))
-    expected = distributed_ids(iterator)
-    resumed = begin(f"s3://{name}/*.txt", remote)
-    resumed.set_state(state)
-    assert distributed_ids(resumed) == expected
+    state, later = read(f"s3://{name}/*.txt", remote)
+    assert resume(f"s3://{name}/*.txt", remote, state) == later
     files.pipe(f"{name}/b.txt", OTHER)
     with pytest.raises(
         ValueError,
@@ -60,15 +68,10 @@ def test_a_run_resumes_with_a_copy_and_from_a_state_without_versions(tmp_path, m
     remote = options(tmp_path, moto)
     for x in ("in/a", "copy/a"):
         files.pipe(f"{name}/{x}.txt", LINES)
-    iterator = begin(f"s3://{name}/in/*.txt", remote)
-    next(iterator)
-    state = iterator.get_state()
+    state, later = read(f"s3://{name}/in/*.txt", remote)
     old = state | {"plan": {k: v for k, v in state["plan"].items() if k != "objects"}}
-    expected = distributed_ids(iterator)
-    for url, known in ((f"s3://{name}/copy/*.txt", state), (f"s3://{name}/in/*.txt", old)):
-        resumed = begin(url, remote)
-        resumed.set_state(known)
-        assert distributed_ids(resumed) == expected
+    assert resume(f"s3://{name}/copy/*.txt", remote, state) == later
+    assert resume(f"s3://{name}/in/*.txt", remote, old) == later
 
 
 def test_a_new_generation_of_the_same_bytes_is_the_same_data(tmp_path):
@@ -77,9 +80,7 @@ def test_a_new_generation_of_the_same_bytes_is_the_same_data(tmp_path):
     with WebServer() as server:
         server.objects["/b/a.txt"] = LINES
         remote = options(tmp_path, storage_options={"endpoint_url": server.url, "token": "anon"})
-        iterator = begin("gs://b/a.txt", remote)
-        next(iterator)
-        state = iterator.get_state()
+        state, _ = read("gs://b/a.txt", remote)
         server.generation = 1
         begin("gs://b/a.txt", remote).set_state(state)
         server.objects["/b/a.txt"] = OTHER
