@@ -127,7 +127,7 @@ def test_a_batch_of_small_records_far_apart_is_read_in_turns(tmp_path, monkeypat
 
 
 class Unreadable:
-    """Bytes of batches of 2 rows, of which those from row 20 on cannot be read."""
+    """Bytes of batches of 2 rows. Rows from 20 on cannot be read."""
 
     def requests(self):
         return self

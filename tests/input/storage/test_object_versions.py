@@ -102,7 +102,7 @@ def test_urls_that_differ_in_the_query_are_several_files(tmp_path):
 
 
 @pytest.mark.parametrize("has_conditions", [True, False])
-def test_a_web_server_is_asked_for_a_range_of_one_version(tmp_path, has_conditions):
+def test_a_web_server_receives_a_request_for_a_range_of_one_version(tmp_path, has_conditions):
     """Also a server that ignores the condition does not mix two versions."""
     with WebServer() as server:
         server.has_conditions = has_conditions

@@ -117,7 +117,7 @@ def test_each_page_of_a_listing_has_its_own_attempts(tmp_path, moto, bucket, qui
     assert dataset.num_files == 5
 
 
-def test_patterns_and_folders_that_are_no_files_are_reported(tmp_path, moto, bucket):
+def test_folders_and_wrong_patterns_are_reported(tmp_path, moto, bucket):
     remote = options(tmp_path, moto)
     for url, complaint in (
         (f"s3://{bucket[0]}/a**/*.txt", r"`\*\*` stands for whole folders"),

@@ -204,7 +204,7 @@ print("first batch", flush=True)
 
 @pytest.mark.slow
 def test_a_program_ends_while_a_server_does_not_answer(tmp_path):
-    """The server answers later batches never, and each request may take minutes."""
+    """The server never answers later requests, and each request may take minutes."""
     with WebServer() as server:
         server.objects["/a.txt"] = LINES
         # The first byte, the file for its index, the first example and the first batch.

@@ -132,7 +132,7 @@ class SplitBatches:
             self._sizes.restore(state, "global batch size")
             state = state.get("dataset")
         if position.step:
-            # Batches that are dropped are no elements. A dataset that is read by number has none.
+            # Dropped batches are not elements. A dataset that is read by number drops none.
             num_read = read_count(state, "batches")
             is_exact = isinstance(self.source, IndexedDataset)
             require(

@@ -68,7 +68,8 @@ class OpenFiles:
     def versions(self) -> dict[str, dict[str, Any]]:
         """Returns the versions of objects: folder -> its host, and name -> version.
 
-        Requests those that no listing and no earlier read had. All reads of this process see them.
+        Requests the versions that no listing and no earlier read had. All reads of this process
+        see these versions.
         """
         if self._versions is None:
             versions: dict[str, dict[str, Any]] = {}
@@ -131,7 +132,7 @@ class OpenFiles:
 
 
 def _map(function: Callable[[DataFile], _T], files: Sequence[DataFile]) -> list[_T]:
-    """Returns the results for some files, several of which are used at a time."""
+    """Returns the result for each file; uses several files at a time."""
     threads = DaemonThreads(_INDEXING_THREADS, "tpudist-index")
     futures = [threads.submit(function, file) for file in files]
     return [future.result() for future in futures]

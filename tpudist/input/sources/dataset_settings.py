@@ -47,7 +47,7 @@ class Settings:
 
     @property
     def is_old(self) -> bool:
-        """Whether the orders are those of states of version 1."""
+        """Whether the orders match states of version 1."""
         return self.state_version == iterator_state.ARRAYS_VERSION
 
     def has_order_in_memory(self, num_examples: int) -> bool:

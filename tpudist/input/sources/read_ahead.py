@@ -34,7 +34,7 @@ class Requests(Protocol):
     def add(self, numbers: np.ndarray, max_bytes: int, *, in_part: bool) -> bool:
         """Adds examples if the bytes of all that were added fit; returns whether they do.
 
-        If `in_part`, adds those that fit, and returns True.
+        If `in_part`, adds the examples that fit, and returns True.
         """
         ...
 

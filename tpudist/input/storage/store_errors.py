@@ -35,7 +35,7 @@ class StoreError(Exception):
 
 
 class Action(enum.Enum):
-    """What a request does."""
+    """Purpose of a request."""
 
     READ = "read"
     LIST = "listed"

@@ -28,7 +28,7 @@ class WebStore(ObjectStore):
         headers = {"Range": f"bytes={start}-{end - 1}"}
         # A range if the file has this version, else the whole file, which is not read. Servers that
         # ignore the condition, as some do, send their version, which `ObjectStore` compares.
-        if version is not None and not version.startswith("W/"):  # a weak ETag is no condition
+        if version is not None and not version.startswith("W/"):  # not a weak ETag
             headers["If-Range"] = version
         arguments = dict(self._filesystem.kwargs)
         headers = {
