@@ -4,6 +4,7 @@ Both run in child processes, which are killed after a timeout: libtpu waits fore
 another process uses, or for hosts that do not start.
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -19,6 +20,8 @@ from tpudist.xla import emulation
 
 END_S = 8.0
 """Seconds that a check may take after its timeout, to end processes that hang."""
+_ABORTED = "Fatal Python error: Aborted"
+"""First line that faulthandler prints after SIGABRT."""
 _DEVICES, _SUM = "devices", "all-reduce"
 _DEVICES_HANG = (
     "On a TPU slice with several hosts, the devices of each host wait for the others: run "
@@ -54,11 +57,20 @@ def check_local_processes(
     command = [sys.executable, "-m", "tpudist", "launch", *options, *program]
     # 3 s more than the deadline of the processes: they end by themselves and print their stacks
     # before `tpudist launch` is killed.
-    outcome = run_to_end(command, {}, timeout_s + 3)
+    outcome = _without_stack_of_launcher(run_to_end(command, {}, timeout_s + 3))
     answers = _check_sum(asked, _read(outcome), num_processes, outcome, timeout_s)
     if answers[0].verdict is Verdict.OK and outcome.exit_code:
         return [_problem(asked, outcome, timeout_s)]
     return answers
+
+
+def _without_stack_of_launcher(outcome: ChildOutcome) -> ChildOutcome:
+    # The launcher passes on the lines of the processes, with their numbers. After SIGABRT it prints
+    # only its own stack, which would push those of the processes out of the last lines.
+    if not outcome.hung or _ABORTED not in outcome.lines:
+        return outcome
+    end = outcome.lines.index(_ABORTED)
+    return dataclasses.replace(outcome, lines=outcome.lines[:end])
 
 
 def _program(python: str, mode: str, timeout_s: float) -> list[str]:
