@@ -33,7 +33,7 @@ class Condition(contextlib.AbstractContextManager["Condition"], Protocol):
     def notify_one(self) -> None:
         """Wakes the thread that has waited longest, if its predicate holds.
 
-        For threads with the same predicate, each of which handles one change. A second call wakes
+        For threads with the same predicate: each handles one change. A second call wakes
         another thread, also if the first one has not run yet.
         """
         ...
@@ -119,7 +119,7 @@ class Monitor:
 
     Attributes:
         depth: Number of times that the owner has entered the lock.
-        notified: Groups of waiting threads of which some must wake when the owner leaves.
+        notified: Groups of waiting threads; at least one of each must wake when the owner leaves.
     """
 
     # A finalizer may enter the lock between any two lines, in the thread that owns it. It wakes

@@ -80,9 +80,9 @@ class Position(NamedTuple):
     def state_for(self, state: State | None) -> State | None:
         """Returns the state for one dataset, whose part of `source` is `state`.
 
-        At the beginning of a pass it is `{"batches": 0}` for every kind of dataset. One that
-        shuffles in each pass must know that other passes came before, even if no batch of this one
-        was read. A pass that has ended need not be read again.
+        At the beginning of a pass it is `{"batches": 0}` for every kind of dataset. A dataset
+        that shuffles in each pass must know that other passes came before, even if no batch of
+        this one was read. A pass that has ended need not be read again.
         """
         if state is None and (self.resumed or self.ended):
             state = {"batches": 0}

@@ -28,7 +28,7 @@ class ReadBatch(NamedTuple):
 
     Attributes:
         element: See `HostElement`.
-        description: Its rows, dtypes and shapes, which must be equal in all processes.
+        description: Rows, dtypes and shapes of the element; must be equal in all processes.
         num_bytes: Bytes of memory that it occupies.
     """
 

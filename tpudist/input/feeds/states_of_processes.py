@@ -28,7 +28,7 @@ class _Posted(TypedDict):
     Attributes:
         first: First step of `states`.
         states: Positions of the process's datasets after each step.
-        ended: Whether the last position is that of all later steps, too.
+        ended: Whether all later steps have the last position, too.
     """
 
     first: int
@@ -60,7 +60,7 @@ class PassStates:
         self._num_processes = num_processes
         self._next_step = next_step
         self._lock = threading.Lock()
-        # The states that this process may still ask for: those that something refers to.
+        # The states that this process may still request, because something refers to them.
         self._live: weakref.WeakSet[StateOfProcesses] = weakref.WeakSet()
         self._round = 0
         self._num_removed = 0
@@ -161,7 +161,7 @@ class OpenPasses:
         """Forgets the passes that no process needs.
 
         Args:
-            names: Names of those that a process needs.
+            names: Names of the texts that a process needs.
             remove: Whether to remove the texts of the others, which one process must do.
         """
         for name in [name for name in list(self._passes) if name not in names]:

@@ -86,7 +86,7 @@ def read_steps(
 
 
 class Windows(Iterator[Window]):
-    """The windows of one pass; each `next` is one round, of which all processes make the same.
+    """The windows of one pass; each `next` is one round, and all processes make the same rounds.
 
     Invariants: All processes have the same `_number` and `_description` before a round, because
     both follow from verdicts. `waiting` has the steps from `_number` on that this process has

@@ -125,7 +125,7 @@ class FileOrder:
         self._rows_per_lane = num_batches * self._rows_per_batch
         self._lane_sizes = np.array([int(num_rows[files[lane]].sum()) for lane in lanes], np.int64)
         self._lane_starts = _starts(self._lane_sizes)
-        # Positions in the surplus: of the rows that a lane has, and of those that fill it up.
+        # Positions in the surplus: of the rows that a lane has, and of the rows that fill it up.
         surplus = np.maximum(self._lane_sizes - self._rows_per_lane, 0)
         missing = np.maximum(self._rows_per_lane - self._lane_sizes, 0)
         self._surplus_starts, self._surplus_ends = _starts(surplus), np.cumsum(surplus)

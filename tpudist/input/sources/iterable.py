@@ -168,7 +168,7 @@ class IterableSource:
             return first
 
     def begin(self, pass_number: int, state: State | None = None) -> "Batches":
-        """Returns the batches of the next pass, after those that `state` counts.
+        """Returns the batches of the next pass, after the batches that `state` counts.
 
         Raises:
             ValueError: If the dataset has one pass, which was read already, or the state does not

@@ -40,8 +40,8 @@ def find_files(
     for item in items:
         text = os.fspath(item)
         found += stores.find(text) if "://" in text else _local_files(text)
-    # Compares paths and URLs as they are written: a file and a link to it count as two, and so do
-    # URLs with other queries, which may choose the file.
+    # Compares paths and URLs as they are written: a file and a link to it count as two. URLs with
+    # different queries count as two, because a query may choose the file.
     keys = [x.url if isinstance(x, RemoteFile) else str(x) for x in found]
     counts = collections.Counter(keys)
     repeated = {str(x): 0 for x, key in zip(found, keys, strict=True) if counts[key] > 1}

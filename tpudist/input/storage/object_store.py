@@ -249,7 +249,7 @@ class ObjectStore(abc.ABC):
     def _cause(self, error: Exception) -> StoreError:
         if isinstance(error, StoreError):
             return error
-        # Libraries translate errors to those of Python, and keep the original as the cause.
+        # Libraries raise Python's errors instead, and keep the original error as the cause.
         chain: list[Exception] = []
         found: BaseException | None = error
         while isinstance(found, Exception) and found not in chain:

@@ -24,7 +24,7 @@ _MAX_REQUEST_BYTES = 1 << 22
 # are far apart would need many times its size.
 _MAX_TURN_BYTES = 1 << 24
 _NUM_CHUNKS_AHEAD = 4  # of one file; `OpenFiles` reads several files at a time
-_MIN_PARTS = 64  # fewer are not looked through for those that nobody refers to
+_MIN_PARTS = 64  # fewer parts are not searched for unreferenced ones
 
 
 class Part:
@@ -45,7 +45,7 @@ class Part:
 
 
 class RemoteFile:
-    """An object, of which all reads see one version; see `DataFile`.
+    """An object; all reads see one version of it; see `DataFile`.
 
     Args:
         store: The store.
@@ -139,7 +139,7 @@ class RemoteFile:
         return list(self._request(starts, ends))
 
     def _request(self, starts: np.ndarray, ends: np.ndarray) -> list[Part]:
-        """Returns parts that contain the ranges, by their starts; requests those that are new."""
+        """Returns parts that contain the ranges, by their starts; requests the new ones."""
         facts = self.facts()
         is_empty = starts == ends
         starts, ends = starts[~is_empty], ends[~is_empty]
@@ -208,7 +208,7 @@ class RemoteFile:
         return (self._url, self.facts())
 
     def index(self, reader: str, build: Callable[[], np.ndarray]) -> np.ndarray:
-        """Returns the stored index if it is of this version of the object; see `DataFile`."""
+        """Returns the stored index if it belongs to this version of the object; see `DataFile`."""
         return index_files.load_or_build(
             self._indexes, self._url, str(self), self.facts(), reader, build
         )

@@ -52,7 +52,7 @@ class Access:
 
     Attributes:
         permission: Permission for the request, as the store calls it.
-        credentials: How to pass other credentials.
+        credentials: Instruction for passing other credentials.
     """
 
     permission: str
@@ -90,7 +90,7 @@ def make_error(
         error: Error of the last attempt.
         what: Request, such as "s3://bucket/key cannot be read".
         host: Host that the request was sent to.
-        access: What the request needs.
+        access: Permission that the request needs.
         num_attempts: Number of attempts.
     """
     match error.cause:
