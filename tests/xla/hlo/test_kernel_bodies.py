@@ -8,6 +8,10 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+    splash_attention_mask as masks,
+)
 
 import hlo_programs
 from tpudist.xla.estimate import error_bar, hbm_traffic, instruction_time, kernels, timeline
@@ -15,7 +19,7 @@ from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import kernel_bodies
 from tpudist.xla.hlo.kernel_bodies import Product
 
-V5E, V6E = chips.CHIPS["v5e"], chips.CHIPS["v6e"]
+V5E, V5P, V6E = (chips.CHIPS[name] for name in ("v5e", "v5p", "v6e"))
 SQUARE = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
 
 
@@ -88,9 +92,9 @@ def test_small_blocks_take_the_time_of_their_grid(blocks, seconds):
 
 @pytest.mark.parametrize(
     ("blocks", "cause"),
-    [((128, 128, 128), error_bar.GRID_STEPS), ((512, 1024, 1024), error_bar.KERNELS)],
+    [((128, 128, 128), error_bar.BLOCKS), ((512, 1024, 1024), error_bar.KERNELS)],
 )
-def test_the_steps_of_a_grid_have_a_spread_of_their_own(blocks, cause):
+def test_waits_for_blocks_have_a_spread_of_their_own(blocks, cause):
     module, kernel = _compiled(_matmul(*blocks), MATRIX, MATRIX)
     rates = instruction_time.Rates.of(V5E)
     event = timeline.Event(kernel, 1, price=rates.price(module, kernel))
@@ -112,6 +116,66 @@ def test_a_loop_in_a_kernel_counts_each_of_its_iterations():
     shape = jax.ShapeDtypeStruct((128, 128), jnp.float32)
     found = kernel_bodies.read(f'"body":"{_body(pl.pallas_call(kernel, out_shape=shape), shape)}"')
     assert found.flops == 3 * 4 * 2 * 128**3
+
+
+def test_a_loop_of_unknown_length_in_a_kernel_is_guessed():
+    def kernel(length, x, y):
+        y[...] = jax.lax.fori_loop(0, length[0], lambda _, z: jnp.dot(z, z), x[...])
+
+    shape, length = jax.ShapeDtypeStruct((128, 128), jnp.float32), jnp.zeros(1, jnp.int32)
+    spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(1,))
+    body = _body(pl.pallas_call(kernel, out_shape=shape, grid_spec=spec), length, shape)
+    compiled = _compiled(body, "s32[1]{0:T(128)}", "f32[128,128]{1,0}", result="f32[128,128]{1,0}")
+    assert kernels.flops(*compiled) == 2 * 128**3
+    price = instruction_time.Rates.of(V5E).price(*compiled)
+    assert price.guess == "custom kernel, one iteration of its loops"
+
+
+def test_two_cores_share_the_steps_of_a_parallel_axis():
+    def price(semantics):
+        def kernel(x, y):
+            y[...] = jnp.dot(x[...], x[...], preferred_element_type=jnp.float32).astype(y.dtype)
+
+        call = pl.pallas_call(
+            kernel,
+            out_shape=SQUARE,
+            grid=(8, 8),
+            in_specs=[pl.BlockSpec((512, 512), lambda i, j: (i, j))],
+            out_specs=pl.BlockSpec((512, 512), lambda i, j: (i, j)),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=(semantics, "arbitrary")),
+        )
+        compiled = _compiled(_body(call, SQUARE), MATRIX)
+        return [instruction_time.Rates.of(chip).price(*compiled).seconds for chip in (V5E, V5P)]
+
+    on_v5e, on_v5p = price("parallel")
+    assert price("arbitrary") == pytest.approx([on_v5e, 2 * on_v5p])
+
+
+@pytest.mark.parametrize(
+    # Cycles of the machine programs of libtpu 0.0.50: of the steps that compute and the others.
+    ("chip", "block", "computing_step", "other_step"),
+    [(V6E, 512, 1177, 267), (V5E, 1024, 4777, 207)],
+)
+def test_splash_attention_takes_about_the_time_of_its_machine_program(
+    chip, block, computing_step, other_step
+):
+    length, heads, blocks = 8192, 32, 8192 // block
+    computing = blocks * (blocks + 1) // 2
+    sizes = splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=512)
+    mask = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads)
+    call = splash.make_splash_mha(
+        mask, block_sizes=sizes, head_shards=1, q_seq_shards=1, save_residuals=True
+    )
+    shape = jax.ShapeDtypeStruct((heads, length, 128), jnp.bfloat16)
+    table, array = f"s8[1,{blocks},{blocks}]{{2,1,0}}", "bf16[32,8192,128]{2,1,0:T(8,128)(2,1)}"
+    operands = (table, table, array, array, array, "s32[8192,128]{1,0}")
+    config = f'{{"custom_call_config":{{"body":"{_body(call, shape, shape, shape)}"}}}}'
+    compiled = hlo_programs.kernel("splash_mha_fwd", *operands, results=array, config=config)
+    price = instruction_time.Rates.of(chip).price(*compiled)
+    cycles = computing * computing_step + (blocks**2 - computing) * other_step
+    low, high = (factor * price.seconds for factor in error_bar.RANGES[error_bar.KERNELS])
+    assert low < heads * cycles / chip.cycles_per_s < high
+    assert not price.waits_for_blocks
 
 
 def test_blocks_whose_place_is_prefetched_are_copied_at_each_step():

@@ -12,14 +12,24 @@ programs:
 2. No instruction is faster than a measurement: it takes at least its FLOPs at the best published
    share of the chip's peak, and at least its bytes to and from HBM at the measured share of the
    bandwidth.
-3. A custom kernel, for which XLA has no cycles, takes its FLOPs at that share of the peak. The
-   share is smaller if its matrices are narrower than the matrix unit: a head of 128 fills half of
-   a unit that is 256 wide (v6e and tpu7x: docs.cloud.google.com/tpu/docs/v6e; 128 before). It
-   takes at least 0.35 us per step of its grid: with blocks of 128, the matrix products of
-   docs.jax.dev/en/latest/pallas/tpu/matmul.html take 11.77 ms for 32,768 steps and 91.84 ms for
-   262,144 on v5e, where the smallest call takes 0.1 ms. It takes at least its elementwise
-   operations on all units of the vector processor: per core and cycle 1,024 on each of four units
-   (two before v5e; jax-ml/scaling-book, tpus.md, appendix C).
+3. A custom kernel, for which XLA has no cycles, takes the time of its units and of its grid:
+   - The matrix unit takes its FLOPs at that share of the peak. The share is smaller if its matrices
+     are narrower than the unit: a head of 128 fills half of a unit that is 256 wide (v6e and tpu7x:
+     docs.cloud.google.com/tpu/docs/v6e; 128 before). The vector processor does 1,024 elementwise
+     operations per core and cycle on each of four units (two before v5e; jax-ml/scaling-book,
+     tpus.md, appendix C). The longer of the two hides 0.65 of the shorter: the mean of the machine
+     programs (see `scheduled_cycles`) of JAX's Splash attention with blocks of 512 and 1024.
+     A step of the grid that a mask excludes does neither.
+   - Each step of the grid takes 40 cycles, and 25 per block that it uses. In these programs, and
+     those of copies with 2 to 7 blocks and of the product below, on v5e, v5p and v6e, it takes
+     60 to 300 cycles.
+   - A step that copies a block waits for it, at least 0.35 us: with blocks of 128, the products of
+     docs.jax.dev/en/latest/pallas/tpu/matmul.html take 11.77 ms for 32,768 steps and 91.84 ms for
+     262,144 on v5e, where the smallest call takes 0.1 ms. That is four times the cycles of its
+     machine program, so it is the latency of the memory, and the same for all chips.
+   - If a chip of v4 or v5p is one device, its two cores share the steps, if the grid has a parallel
+     axis; else one of them runs all
+     (docs.jax.dev/en/latest/pallas/tpu/pipelining.html, "TPUs in Megacore configuration").
 4. Other instructions without XLA's cycles, such as sorts and gathers, have guessed cycles
    (`scheduled_cycles`), at the chip's clock. They take at least their bytes in VMEM, at 22 times
    the bandwidth of HBM (scaling-book, tpus.md).
@@ -37,6 +47,7 @@ from collections.abc import Callable, Iterable, Mapping
 from tpudist.xla.estimate import flops, hbm_traffic, kernels, scheduled_cycles
 from tpudist.xla.hardware import chips
 from tpudist.xla.hardware.chips import CHIPS, Chip
+from tpudist.xla.hlo import kernel_bodies
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
 
@@ -111,7 +122,9 @@ COPY_CYCLES: Mapping[str, int] = {
 }
 COPY_BYTES = 2 * 2 * 4096**2  # read and written, 2 bytes per bf16
 _WIDE_UNITS = ("v6e", "tpu7x")  # generations with a matrix unit of 256, not 128 (rule 3)
-GRID_STEP_S = 0.35e-6  # rule 3
+COPYING_STEP_S = 0.35e-6  # rule 3
+_STEP_CYCLES = (40, 25)  # rule 3: per step of the grid, and per block
+_HIDDEN_SHARE = 0.65  # rule 3
 _LANES = 1024  # of each vector unit (rule 3)
 _FEW_VECTOR_UNITS = ("v2", "v3", "v4")
 _VMEM_OVER_HBM = 22.0  # rule 4
@@ -130,6 +143,7 @@ class Price:
         hbm_bytes: Bytes to and from HBM.
         peak_s: Seconds that the operations take at the chip's peak.
         guess: Name of the guessed part, such as "sort"; empty if a rule gives the time.
+        waits_for_blocks: Whether a kernel takes the time in which its blocks are copied.
     """
 
     seconds: float
@@ -138,6 +152,7 @@ class Price:
     hbm_bytes: float
     peak_s: float = 0.0
     guess: str = ""
+    waits_for_blocks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,21 +237,52 @@ class Rates:
             filled = body.share_of_unit(self.unit_width)
         else:
             filled = min(1.0, (width or self.unit_width) / self.unit_width)
-        bounds = [at_rate_s / filled, num_bytes / self.hbm_bytes_per_s]
+        work_s, copies_s = at_rate_s / filled, 0.0
         if body is not None:
-            bounds.append(body.num_steps * GRID_STEP_S)
-            bounds.append(body.num_steps * body.vector_ops / self._vector_ops_per_s)
-        is_known = kernels.flops(module, kernel) is not None
-        guess = "" if is_known else "custom kernel, by its bytes"
+            share = kernels.share_of_steps(module, kernel)
+            work_s, copies_s = self._grid_s(body, work_s, share)
+        seconds = max(work_s, copies_s, num_bytes / self.hbm_bytes_per_s)
+        guess = ""
+        if kernels.has_unknown_work(module, kernel):
+            is_loop = kernels.flops(module, kernel) is not None
+            guess = "custom kernel, " + (
+                "one iteration of its loops" if is_loop else "by its bytes"
+            )
         return Price(
-            max(bounds), "kernel", num_flops, num_bytes, at_rate_s * self.matmul_share, guess
+            seconds=seconds,
+            kind="kernel",
+            flops=num_flops,
+            hbm_bytes=num_bytes,
+            peak_s=at_rate_s * self.matmul_share,
+            guess=guess,
+            waits_for_blocks=copies_s >= seconds,
         )
 
-    @property
-    def _vector_ops_per_s(self) -> float:
-        units = 2 if self.chip.generation in _FEW_VECTOR_UNITS else 4
+    def _grid_s(
+        self, body: kernel_bodies.KernelBody, products_s: float, share: float
+    ) -> tuple[float, float]:
+        """Returns the time of all steps of a grid, and of the copies of their blocks.
+
+        Args:
+            body: The kernel.
+            products_s: Time of its matrix multiplications on all cores.
+            share: Share of the steps that compute and copy.
+        """
         cores = self.chip.cores_in_name / self.chip.devices_per_chip
-        return units * _LANES * cores * self.chip.cycles_per_s
+        used_cores = cores if body.is_parallel else 1
+        products_s *= cores / used_cores
+        vector_s = share * body.num_steps * body.vector_ops
+        vector_s /= used_cores * self._vector_units * _LANES * self.chip.cycles_per_s
+        longer_s, shorter_s = max(products_s, vector_s), min(products_s, vector_s)
+        per_step, per_block = _STEP_CYCLES
+        cycles = body.num_steps * (per_step + per_block * len(body.blocks))
+        steps_s = cycles / self.chip.cycles_per_s / used_cores
+        copies_s = share * body.num_copying_steps * COPYING_STEP_S / used_cores
+        return longer_s + (1 - _HIDDEN_SHARE) * shorter_s + steps_s, copies_s
+
+    @property
+    def _vector_units(self) -> int:
+        return 2 if self.chip.generation in _FEW_VECTOR_UNITS else 4
 
     def _price_callback(self, instruction: Instruction) -> Price:
         """Returns the cost of an end of a callback to the host (rule 5)."""

@@ -46,6 +46,23 @@ def body(instruction: Instruction) -> kernel_bodies.KernelBody | None:
     return kernel_bodies.read(instruction.attributes)
 
 
+def share_of_steps(module: Module, instruction: Instruction) -> float:
+    """Returns the share of the steps of a kernel's grid that compute: less than 1 with a mask."""
+    match = _attention(instruction)
+    keys = _shapes_of_attention(module, instruction)[1:2] if match else []
+    if not match or match["family"] != "splash" or not keys:
+        return 1.0
+    return _share_of_blocks(module, instruction, match["part"], keys[0][-2])
+
+
+def has_unknown_work(module: Module, instruction: Instruction) -> bool:
+    """Returns whether the operations of a kernel are unknown, or those of a loop in it."""
+    if flops(module, instruction) is None:
+        return True
+    found = None if _ESTIMATE.search(instruction.attributes) else body(instruction)
+    return found is not None and found.has_unknown_loops
+
+
 def block_bytes(module: Module, instruction: Instruction) -> float | None:
     """Returns the bytes of all blocks that a kernel copies from and to HBM; None if unknown.
 

@@ -64,7 +64,7 @@ class CycleGuess:
 
 
 def guess(module: Module, instruction: Instruction) -> CycleGuess | None:
-    """Returns the cycles of an instruction without `estimated_cycles`; None if it needs no guess.
+    """Returns the cycles of an instruction without `estimated_cycles`, or None.
 
     The result is None for instructions with XLA's cycles, custom kernels, and operations whose time
     follows from their bytes, such as copies.

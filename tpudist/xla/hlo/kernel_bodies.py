@@ -79,6 +79,8 @@ class KernelBody:
         vector_ops: Elementwise operations per step of the grid.
         num_prefetched: Number of operands in SMEM, which come before those with blocks.
         blocks: Blocks of its operands and results, in order.
+        is_parallel: Whether the cores of a chip may share the steps.
+        has_unknown_loops: Whether a step has loops of unknown length, which count once.
     """
 
     num_steps: float
@@ -86,6 +88,13 @@ class KernelBody:
     vector_ops: float
     num_prefetched: int
     blocks: tuple[Block, ...]
+    is_parallel: bool = False
+    has_unknown_loops: bool = False
+
+    @property
+    def num_copying_steps(self) -> float:
+        """Steps before which a block is copied."""
+        return max((block.num_copies for block in self.blocks if block.in_vmem), default=0.0)
 
     @property
     def flops(self) -> float:
@@ -156,6 +165,8 @@ def _read_main(main: ir.Operation, functions: dict[str, ir.Operation]) -> Kernel
         counter.vector_ops,
         num_prefetched,
         tuple(blocks),
+        "<parallel>" in str(main.attributes.get("dimension_semantics")),
+        counter.has_unknown_loops,
     )
 
 
@@ -200,6 +211,7 @@ class _Counter:
     def __init__(self):
         self.products: list[Product] = []
         self.vector_ops = 0.0
+        self.has_unknown_loops = False
 
     def count(self, block: ir.Block, runs: float) -> None:
         for operation in block.operations:
@@ -223,8 +235,13 @@ class _Counter:
             largest = max(branches, key=lambda branch: (branch.flops, branch.vector_ops))
             self.products += largest.products
             self.vector_ops += largest.vector_ops
+            self.has_unknown_loops |= largest.has_unknown_loops
             return
-        trips = _trip_count(operation) if name == "scf.for" else 1
+        trips = 1
+        if name in ("scf.for", "scf.while"):
+            known = _trip_count(operation) if name == "scf.for" else None
+            self.has_unknown_loops |= known is None
+            trips = 1 if known is None else known
         for region in operation.regions:
             for block in region.blocks:
                 self.count(block, runs * trips)
@@ -249,13 +266,13 @@ def _product(operation: ir.Operation, runs: float) -> Product:
     return Product(m, k, max(1, num_out // m), dtypes, runs)
 
 
-def _trip_count(loop: ir.Operation) -> int:
-    """Returns the iterations of a loop with constant bounds; 1 if they are not known."""
+def _trip_count(loop: ir.Operation) -> int | None:
+    """Returns the iterations of a loop with constant bounds; None if they are not known."""
     bounds = [_constant(operand) for operand in list(loop.operands)[:3]]
     if None in bounds:
-        return 1
+        return None
     start, stop, step = (bound or 0 for bound in bounds)
-    return max(0, -(-(stop - start) // step)) if step else 1
+    return max(0, -(-(stop - start) // step)) if step else None
 
 
 def _constant(value: ir.Value) -> int | None:
