@@ -144,7 +144,7 @@ def test_a_chunked_loss_has_the_same_flops():
     def flops(model):
         graph, state = nnx.split(model)
         loss = lambda state: next_token_nats(nnx.merge(graph, state), tokens()).mean()  # noqa: E731
-        return model_flops.model_flops(jax.make_jaxpr(jax.grad(loss))(state), 1)
+        return model_flops.model_flops(jax.make_jaxpr(jax.value_and_grad(loss))(state), 1)
 
     assert flops(make(loss_chunk=4)) == flops(make())
 

@@ -507,7 +507,11 @@ def _layers(remat, policy=None):
 
 def _strided_gradients(x, k):
     """The gradients of a strided convolution are convolutions of arrays with holes."""
-    return jax.grad(lambda x, k: jax.lax.conv(x, k, (2, 2), "VALID").sum(), (0, 1))(x, k)
+
+    def loss(x, k):
+        return jax.lax.conv(x, k, (2, 2), "VALID").sum()
+
+    return jax.value_and_grad(loss, (0, 1))(x, k)
 
 
 def _grouped(x, w, sizes):
@@ -520,7 +524,12 @@ def _grouped(x, w, sizes):
         (lambda a, b: a @ b, (_A, _B), 2 * 3 * 4 * 5),
         (lambda a, b: jax.jit(lambda: a @ b)(), (_A, _B), 2 * 3 * 4 * 5),
         (lambda a, b: jnp.einsum("zij,zjk->zik", a[None], b[None]), (_A, _B), 2 * 3 * 4 * 5),
-        (jax.grad(lambda a, b: (a @ b).sum(), (0, 1)), (_A, _B), 3 * 2 * 3 * 4 * 5),
+        (jax.value_and_grad(lambda a, b: (a @ b).sum(), (0, 1)), (_A, _B), 3 * 2 * 3 * 4 * 5),
+        (jax.grad(lambda a, b: (a @ b).sum(), (0, 1)), (_A, _B), 2 * 2 * 3 * 4 * 5),
+        (lambda a, b: (a @ b, jnp.tanh(a) @ b)[0], (_A, _B), 2 * 3 * 4 * 5),
+        (lambda a, b: jax.jit(lambda: (a @ b, a @ (2 * b)))()[1], (_A, _B), 2 * 3 * 4 * 5),
+        (lambda a, b: jnp.tanh(a) @ b + jnp.tanh(a) @ b, (_A, _B), 2 * 3 * 4 * 5),
+        (lambda a, b: a @ b + a @ (2 * b), (_A, _B), 2 * 2 * 3 * 4 * 5),
         (lambda a, b: jax.lax.cond(a[0, 0] > 0, lambda: a @ b, lambda: 0 * (a @ b)), (_A, _B), 120),
         (_layers(False)[0], _layers(False)[1:], 6 * 3 * 2 * (2 * 2 * 8 * 16)),
         (

@@ -5,8 +5,9 @@ convolutions in the forward and the backward pass, with loops by their lengths. 
 of dilated gradients are not operations.
 
 Not counted: operations that `jax.checkpoint` computes again (JAX names them
-"rematted_computation"), so that rematerialization does not look like more work; and products that
-only move values. Counted: operations that a custom derivative repeats under another name; and the
+"rematted_computation"), so that rematerialization does not look like more work; products that only
+move values; products whose results are not used, and repetitions of a product, because XLA removes
+both. Counted: operations that a custom derivative repeats under another name; and the
 part of attention that a causal mask discards, as in the formula 12 * layers * width * length.
 
 A Pallas kernel counts its `cost_estimate`, else its body times the size of its grid. Its gradient
@@ -15,10 +16,11 @@ is another kernel, which may repeat parts of the first; it counts twice the kern
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from tpudist.programs import jaxprs
 from tpudist.xla.estimate.flops import valid_positions
@@ -41,7 +43,9 @@ def model_flops(
         num_replicas: Number of replicas.
     """
     counter = _Counter()
-    flops = counter.count(closed.jaxpr, "")
+    written = jaxprs.open_jaxpr(closed)
+    used, _ = partial_eval.dce_jaxpr(written, [True] * len(written.outvars))
+    flops = counter.count(used, "")
     return dict(flops.times(num_replicas)), tuple(dict.fromkeys(counter.notes))
 
 
@@ -69,7 +73,19 @@ class _Counter:
 
     def count(self, jaxpr: jaxprs.Jaxpr, name_stack: str) -> _Flops:
         """Returns the FLOPs of a jaxpr; `name_stack` names the transformations around it."""
-        return _Flops.sum(self._count_equation(eqn, name_stack) for eqn in jaxpr.eqns)
+        # The first of equal equations computes the results of the others.
+        originals: dict[Any, Any] = {}
+        counted: dict[Any, bool] = {}
+        parts = []
+        for eqn in jaxpr.eqns:
+            key = _key_of(eqn, originals)
+            flops = _Flops() if counted.get(key) else self._count_equation(eqn, name_stack)
+            parts.append(flops)
+            if key is not None:
+                counted[key] = counted.get(key, False) or bool(flops)
+                first = originals.setdefault(key, eqn.outvars)
+                originals.update(zip(eqn.outvars, first, strict=True))
+        return _Flops.sum(parts)
 
     def _count_equation(self, eqn: Any, name_stack: str) -> _Flops:
         name_stack = f"{name_stack}/{eqn.source_info.name_stack}"
@@ -119,6 +135,19 @@ class _Counter:
             flops = self.count(kernel.body, name_stack).times(math.prod(kernel.grid))
         # A product of the forward pass has two in the backward pass: one per operand.
         return flops.times(3) if "jvp(" in name_stack else flops
+
+
+def _key_of(eqn: Any, originals: Mapping[Any, Any]) -> Any:
+    """Returns an equal key for equations with equal results; None for those with effects."""
+    if eqn.effects or jaxprs.structure_of(eqn) is not None:
+        return None
+    operands = tuple(repr(x) if jaxprs.is_literal(x) else originals.get(x, x) for x in eqn.invars)
+    key = eqn.primitive, operands, tuple(sorted(eqn.params.items()))
+    try:
+        hash(key)
+    except TypeError:  # a parameter without a hash
+        return None
+    return key
 
 
 def _bits_of(operand: Any) -> tuple[int, bool]:

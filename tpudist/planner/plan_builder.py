@@ -151,7 +151,7 @@ def plan_lowered(
         *figures.notes,
         *_notes_on_cache(answer),
     )
-    return Plan(
+    plan = Plan(
         name=step.name,
         topology=request.topology or _name_devices(mesh, chip),
         chip=chip.generation if chip else "",
@@ -173,6 +173,24 @@ def plan_lowered(
         program=answer.key,  # candidates of a search with equal keys have the same program
         notes=notes,
         _source=step.source_on(mesh, answer.compiled),
+    )
+    return plan if request.model_flops is not None else _without_removed_products(plan)
+
+
+def _without_removed_products(plan: Plan) -> Plan:
+    """Returns the plan with at most the FLOPs that the program runs, if its MFU exceeds 100 %."""
+    if plan.time is None or plan.model_flops is None or (plan.mfu or 0.0) <= 1.0:
+        return plan
+    share = plan.time.flops * plan.num_devices / plan.model_flops
+    note = (
+        f"XLA removes products of the step, such as those of a slice of a result: the program runs "
+        f"{share:.0%} of the model FLOPs. The MFU counts these."
+    )
+    return dataclasses.replace(
+        plan,
+        model_flops=share * plan.model_flops,
+        narrow_flops={kind: share * flops for kind, flops in plan.narrow_flops.items()},
+        notes=(*plan.notes, note),
     )
 
 

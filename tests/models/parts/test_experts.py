@@ -207,7 +207,7 @@ def test_model_flops_count_each_choice_once():
     def loss(x, w):
         return expert_groups.apply(x[:, None], chosen, shares, w, None).sum()
 
-    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, weights)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(x, weights)
     products = 3 * 8 * 2 * 3 * ROOMY.embed_dim * ROOMY.mlp_dim
     weighted_sums = 3 * 3 * 8 * 2 * ROOMY.embed_dim
     [flops] = model_flops.model_flops(jaxpr, 1)[0].values()
