@@ -277,7 +277,7 @@ class _Attempt:
         # joined.
         membership = self._membership
         survives = membership.is_used or self._is_additional(index)
-        if code == 0 or not survives or self.failed:
+        if code == 0 or not survives or self.failed or membership.lost:
             return False
         if membership.is_done:  # a replacement may have started when the program returned
             return not membership.has_finished(index)
@@ -329,6 +329,11 @@ class _Attempt:
         """Gives up if the remaining processes are too few and no other can join them."""
         membership = self._membership
         self.gave_up = membership.gave_up
+        if membership.lost:
+            # The processes of this host lose it, too. Each says so, and ends by itself.
+            self._end_within(END_S)
+            if len(self._ended) == len(self._workers):
+                self.gave_up = membership.lost
         if membership.failed and not self.failed:
             self.failed = membership.failed
             self._end_within(END_S)  # each ends by itself, with a verdict of its watch

@@ -35,6 +35,7 @@ class Membership:
     Attributes:
         address: `host port secret`, for the processes.
         is_used: Whether any process has ever connected, so that the program calls `survive`.
+        lost: Always "": only other hosts can lose this one.
 
     Raises:
         OSError: If `host` is not an address of this host, or the port is taken.
@@ -56,7 +57,7 @@ class Membership:
         # the buffers of the connections.
         self._lock = this_host().lock()
         self._control = GenerationControl(host, count, report, cluster)
-        self.is_used = False
+        self.is_used, self.lost = False, ""
         # Connections of supervisors of other hosts, with the processes that they have started.
         self._supervisors: dict[JsonConnection, set[int]] = {}
         self._announced = self._result()

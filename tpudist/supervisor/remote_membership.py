@@ -29,6 +29,7 @@ class RemoteMembership:
     Attributes:
         address: `host port secret`, for the processes.
         ends_all: Whether this host has requested that all processes end.
+        lost: Reason why the run cannot continue without its first host, or "".
 
     Raises:
         ConnectionError: If the supervisor has another secret, or another version of tpudist.
@@ -39,7 +40,7 @@ class RemoteMembership:
         self.address = f"{host} {port} {secret}"
         self.ends_all = False
         self._indices: set[int] = set()
-        self._lost = ""
+        self.lost = ""
         self._closing = this_host().event()
         self._connection = _connect(host, port, secret, report)
         self._state: dict[str, Any] = {}
@@ -63,7 +64,7 @@ class RemoteMembership:
     @property
     def gave_up(self) -> str:
         """Reason why there is no other generation, or ""."""
-        return self._state["gave_up"] or self._lost
+        return self._state["gave_up"]
 
     @property
     def failed(self) -> str:
@@ -133,7 +134,7 @@ class RemoteMembership:
             self._state = state
         # After the end of the run the first host closes the connection, as expected.
         if self.is_used and not self.is_done and not self._closing.is_set():
-            self._lost = (
+            self.lost = (
                 f"Cannot reach the supervisor on {host}, which coordinates this run: giving up. "
                 f"Start again from the last checkpoint."
             )

@@ -90,6 +90,15 @@ def test_the_loss_of_a_host_is_survived_although_its_kernel_reports_no_end():
     finish(run, *faults)
 
 
+def test_a_split_host_and_its_process_both_say_why_they_end():
+    run = LaunchedRun(2, 1, surviving_training(STEPS, 1.0), restarts=1)
+    finish(run, Fault(Kind.SPLIT, 1, 3.2, 100.0, 1.0))
+    assert [x.exit_code for x in run.supervisors] == [0, 70]
+    assert [x.exit_code for x in run.workers] == [0, 75]
+    assert "Cannot reach the supervisor" in run.supervisors[1].printed[-1]
+    assert "supervisor of this run ended or is unreachable" in run.workers[1].printed[-1]
+
+
 def test_supervisors_of_other_hosts_send_nothing_while_nothing_changes():
     """If each asked ten times a second, 4,096 hosts would keep the first one busy."""
     run = LaunchedRun(3, 1, lambda process: process.sleep(100.0))
