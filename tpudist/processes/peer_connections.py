@@ -10,7 +10,7 @@ Messages, after a greeting with the index and the secret of the process that con
 | byte | from | meaning |
 |---|---|---|
 | `.` | process 0, twice a second | process 0 runs Python |
-| `E` | either side, last | this process exits in order: its end is not a loss |
+| `E` | either side, last | this process exits in order, or does not serve this peer: no loss |
 | `S` | another process, last | this process exits because process 0 was silent |
 """
 
@@ -146,12 +146,15 @@ class PeerConnections:
             while not self._closing.is_set():
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
-                late_s = this_host().monotonic() + _CONNECT_S
-                self._greetings[connection] = b"", late_s
-                selector.register(connection, selectors.EVENT_READ)
+                try:
+                    selector.register(connection, selectors.EVENT_READ)
+                except OSError:
+                    _turn_away(connection)
+                    raise
+                self._greetings[connection] = b"", this_host().monotonic() + _CONNECT_S
         except BlockingIOError:  # there are no more
             pass
-        except OSError:  # the peer has gone again, or this process has too many descriptors
+        except OSError:  # the peer has gone again, or the kernel is out of descriptors or memory
             self._closing.wait(_PAUSE_S)
 
     def _receive(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
@@ -198,6 +201,7 @@ class PeerConnections:
         selector.unregister(connection)
         self._greetings.pop(connection, None)
         self._peers.pop(connection, None)
+        self._heard_s = None  # without a connection, its silence means nothing
         connection.close()
 
     def _send_beats(self) -> None:
@@ -209,7 +213,16 @@ class PeerConnections:
     def _drop_late(self, selector: selectors.BaseSelector) -> None:
         now = this_host().monotonic()
         for connection in [x for x, (_, late_s) in self._greetings.items() if now > late_s]:
-            self._forget(connection, selector)
+            selector.unregister(connection)
+            del self._greetings[connection]
+            _turn_away(connection)
+
+
+def _turn_away(connection: socket.socket) -> None:
+    """Closes a connection that may be of a peer, which must not take that for a loss."""
+    with contextlib.suppress(OSError):
+        connection.send(_EXIT)
+    connection.close()
 
 
 def enable_keepalive(connection: socket.socket) -> None:
