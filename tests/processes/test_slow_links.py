@@ -9,6 +9,7 @@ from simulation.process import Process
 from simulation.simulation import Simulation
 from simulation.training import Mesh, training
 from tpudist.preemption.notice import Notice
+from tpudist.processes import process_watch
 from tpudist.processes.board import Board
 from tpudist.processes.coordination import Channel
 from tpudist.processes.judge import coordinator_silence
@@ -57,6 +58,22 @@ def test_a_round_ends_on_a_link_slower_than_a_wait(latency_s):
 
     run(connected(program), latency_s=latency_s)
     assert found == [["0", "1", "2"]] * 3
+
+
+def test_no_thread_of_the_watch_outlives_the_program_on_a_slow_link():
+    """A thread in C++ at the end of Python would abort the process."""
+    ended = []
+
+    def program(process):
+        watch = process_watch.watch()
+        process.sleep(60.0 - 3 * process.index)  # process 0 has the service
+        process.client = process.runtime = None  # as after `jax.distributed.shutdown`
+        watch._at_exit()
+        ended.extend(not x.is_alive() for x in watch._threads)
+        process.cancel_at_exit(watch._at_exit)
+
+    run(connected(program), count=8, latency_s=3.0)
+    assert ended == 16 * [True]
 
 
 @pytest.mark.parametrize("latency_s", [1e-4, 0.4, 1.5])

@@ -357,7 +357,7 @@ class Watch:
         self._closing.set()
         self._peers.close()
         for thread in self._threads:
-            thread.join(3 * self._slice_s)
+            thread.join(3 * self._slice_s + DEAD_PEER_S)  # the longest wait for a verdict
 
     def _leave(self) -> NoReturn:
         """Ends this process; process 0 ends last."""
