@@ -179,6 +179,13 @@ def test_a_fault_that_harms_nobody_ends_no_run(kind, seconds, process):
     assert all(x.has_finished for x in processes)
 
 
+def test_processes_that_all_run_no_python_for_a_while_continue():
+    """No process was silent for longer than the others."""
+    faults = [Fault(Kind.BUSY, i, 5.0, 101.0 if i == 0 else 100.0, 1.0) for i in range(4)]
+    _, processes = run_with(Simulation(4), faults)
+    assert all(x.has_finished for x in processes)
+
+
 def causes_of(simulation, *faults):
     outcome, processes = run_with(simulation, faults)
     assert not outcome.problems

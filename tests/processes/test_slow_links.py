@@ -155,8 +155,10 @@ def test_a_board_of_one_process_waits_for_another_thread():
 def test_a_silence_of_process_0_explains_a_failure_for_a_limited_time(monkeypatch):
     """A debugger has no limit, and the others ended only with process 0."""
     for silent_s, may in ((0.5, False), (10.0, True), (SILENT_S, True), (2 * SILENT_S, False)):
-        silence = CoordinatorSilence(lambda: silent_s)  # noqa: B023
+        silence = CoordinatorSilence(lambda: silent_s, 1.0)  # noqa: B023
         assert silence.may_have_a_cause() is may
     endless = type("Silence", (), {"limit_s": float("inf"), "warning": "", "text": ""})
     monkeypatch.setattr(coordinator_silence, "describe_silence", lambda *_: endless)
-    assert CoordinatorSilence(lambda: 1e6).judge() is None
+    silence = CoordinatorSilence(lambda: 1e6, 1.0)
+    silence._since_s = float("-inf")
+    assert silence.judge() is None

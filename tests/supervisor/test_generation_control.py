@@ -36,7 +36,6 @@ def test_a_repeated_loss_ends_no_process_of_the_next_generation(control):
     first, lost, last = control.members
     report = {"lost": 1, "generation": 1, "why": "silent"}
     control.receive(first, report)
-    control.remove(lost)
     control.receive(first, report)
     control.receive(last, {"lost": 5, "why": "without a generation"})
     assert control.members == [first, last]

@@ -31,7 +31,7 @@ from tpudist.processes import generations, process_state
 from tpudist.processes.coordination import KeyValueClient
 from tpudist.processes.exit_codes import EXIT_PEER_LOST
 from tpudist.processes.host import this_host
-from tpudist.processes.judge.coordinator_silence import CoordinatorSilence
+from tpudist.processes.judge.coordinator_silence import CoordinatorSilence, ReportAge
 from tpudist.processes.judge.process_judge import HOLD_S, START_AGAIN, Judge, report_interval_s
 from tpudist.processes.judge.process_reports import ALL_ENDED, Details, OrderReport, Report, Verdict
 from tpudist.processes.judge.process_silence import WARN_S
@@ -111,9 +111,13 @@ class Watch:
         self._judge = Judge(self._count)
         self._has_defect = False  # whether the judge has raised an exception
         self._peers = PeerConnections(self._index, self._on_lost)
-        self._silence_of_0 = CoordinatorSilence(self._peers.silence_s)
         self._interval_s = report_interval_s(self._count)
         self._slice_s = max(_SLICE_S, self._interval_s)
+        # Reports and looks at them are up to an interval apart.
+        self._report_of_0 = ReportAge(2 * (self._slice_s - _SLICE_S))
+        has_peers = self._report_lost is None
+        measure = self._peers.silence_s if has_peers else self._report_of_0.seconds
+        self._silence_of_0 = CoordinatorSilence(measure, max(self._slice_s, DEAD_PEER_S))
         self._round_trip_s = 0.0  # of the last report
         self._outcome = ProgramOutcome(self._index)
         self._threads = [
@@ -274,6 +278,7 @@ class Watch:
                 return Verdict.decode(text)
             except Exception as error:  # jaxlib's type varies; the text has the status
                 if "DEADLINE_EXCEEDED" in str(error):
+                    self._read_report_of_0()
                     verdict = self._silence_of_0.judge()
                     if verdict and not self._ask_supervisor(verdict):
                         return verdict
@@ -289,6 +294,20 @@ class Watch:
                     failed=0,
                 )
         return None
+
+    def _read_report_of_0(self) -> None:
+        """Looks whether process 0 still reports, without a connection to it.
+
+        Under a supervisor, which has the service, it may stop to run Python unnoticed.
+        """
+        if self._report_lost is None or not self._index:
+            return
+        try:
+            text = self._client.key_value_try_get(f"{_REPORTS}/0")
+        except Exception:  # there is none yet, or the service is gone; jaxlib's type varies
+            return
+        self._report_of_0.read(text)
+        self._silence_of_0.place = Report.decode(text).details["place"]
 
     def _end(self, verdict: Verdict) -> None:
         """Raises in the program, which may handle it for `GRACE_S`; then ends the process."""

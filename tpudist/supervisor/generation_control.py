@@ -258,9 +258,9 @@ class GenerationControl:
         pid = process_state.pid_here(member.place)
         if pid is not None:
             this_host().kill(pid)
-        # The thread that reads from the connection then calls `remove`, as after any other loss. So
-        # a process on another host is removed even if nobody can end it.
-        member.connection.close()
+        # At once, before other members report the same. A process on another host is removed even
+        # if nobody can end it.
+        self.remove(member)
 
     # Changes that can wait: a process joins, or received a request to end. They happen between two
     # steps, so that no step is repeated. The members may be in different steps, so first all pause

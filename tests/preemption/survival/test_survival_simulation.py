@@ -99,6 +99,15 @@ def test_a_split_host_and_its_process_both_say_why_they_end():
     assert "supervisor of this run ended or is unreachable" in run.workers[1].printed[-1]
 
 
+def test_a_rank_0_that_runs_no_python_is_replaced():
+    """It would judge the silence of the others; each of them notices its own."""
+    run = LaunchedRun(3, 1, surviving_training(STEPS, 1.0), spares=1)
+    finish(run, Fault(Kind.BUSY, 0, 3.2, 1400.0, 1.0))
+    assert run.workers[0].exit_code == -9
+    assert max(x.ended_s for x in run.workers) < 200.0
+    assert sum("ending process 0. Process 0 (" in line for line in run.lines) == 1
+
+
 def test_supervisors_of_other_hosts_send_nothing_while_nothing_changes():
     """If each asked ten times a second, 4,096 hosts would keep the first one busy."""
     run = LaunchedRun(3, 1, lambda process: process.sleep(100.0))

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Callable
 
 from tpudist.processes.exit_codes import EXIT_PEER_LOST
-from tpudist.processes.judge.process_judge import HOLD_S, START_AGAIN
+from tpudist.processes.host import this_host
+from tpudist.processes.judge.process_judge import HOLD_S, SELF_STOPPED_S, START_AGAIN
 from tpudist.processes.judge.process_reports import Verdict
 from tpudist.processes.judge.process_silence import SILENT_S, WARN_S, describe_silence
 
@@ -16,19 +17,25 @@ class CoordinatorSilence:
 
     Args:
         measure: Returns the seconds since process 0 was heard; 0 without a connection to it.
+        call_s: Most seconds between two calls of `judge`.
 
     Attributes:
         place: Host and pid of process 0, once they are known; see `process_state`.
     """
 
-    def __init__(self, measure: Callable[[], float]):
-        self._measure = measure
+    def __init__(self, measure: Callable[[], float], call_s: float):
+        self._measure, self._call_s = measure, call_s
+        self._judged_s = self._since_s = this_host().monotonic()
         self._warn_after_s = WARN_S
         self.place = ""
 
     def judge(self) -> Verdict | None:
         """Returns a verdict if process 0 is silent for too long; warns before."""
-        waited_s = self._measure()
+        now = this_host().monotonic()
+        if now - self._judged_s > self._call_s + SELF_STOPPED_S:
+            self._since_s = now  # this process was stopped or busy, perhaps with all others
+        self._judged_s = now
+        waited_s = min(self._measure(), now - self._since_s)
         if waited_s <= WARN_S:
             self._warn_after_s = WARN_S
             return None
@@ -50,3 +57,26 @@ class CoordinatorSilence:
         has no limit, so this wait has one, a little longer than that of any verdict.
         """
         return HOLD_S < self._measure() < SILENT_S + HOLD_S
+
+
+class ReportAge:
+    """Age of the report of process 0, as far as it shows that process 0 is silent.
+
+    Args:
+        due_s: Age of a report that shows nothing yet.
+    """
+
+    def __init__(self, due_s: float):
+        self._due_s, self._text = due_s, ""
+        self._changed_s: float | None = None
+
+    def read(self, text: str) -> None:
+        """Notices whether the report has changed. The clocks of hosts may differ."""
+        if text != self._text:
+            self._text, self._changed_s = text, this_host().monotonic()
+
+    def seconds(self) -> float:
+        """Returns the seconds of silence; 0 before the first report."""
+        if self._changed_s is None:
+            return 0.0
+        return max(0.0, this_host().monotonic() - self._changed_s - self._due_s)

@@ -30,14 +30,16 @@ _REPORTS_PER_S = 1000  # that process 0 can read
 HANG_VARIABLE = "TPUDIST_HANG_TIMEOUT_S"
 HANG_S = 600.0
 """Seconds that others may wait for one process until all end; `HANG_VARIABLE` overrides it."""
+SELF_STOPPED_S = SILENT_S / 4
+"""Seconds between two looks at the others after which this process itself was stopped or busy.
+
+Its knowledge of the others is old then.
+"""
 HOLD_S = 2.0
 """Seconds for which a failed collective is not reported: another process may be the cause."""
 # Each warning doubles the time until the next one. After this many seconds without a warning the
 # time starts at `WARN_S` again, so that a process that is always slow is reported now and then.
 _BETWEEN_WARNINGS_S = 120.0
-# If two calls of `judge` are this far apart, this process itself was stopped or busy, so its
-# knowledge of the others is old.
-_SELF_STOPPED_S = SILENT_S / 4
 _FIRST_REPORT_S = 10.0  # within which each process that creates a strategy has reported
 START_AGAIN = "Restart all processes from the last checkpoint."
 
@@ -163,7 +165,7 @@ class Judge:
         # The limits are for a small run. In a large one, reports are due later, and judged less
         # often.
         due_s = self._interval_s - INTERVAL_S
-        if now - self._judged_s > _SELF_STOPPED_S + due_s:
+        if now - self._judged_s > SELF_STOPPED_S + due_s:
             self._beats.clear()
         self._judged_s = now
         beats, since_s, silences = self._beats, now - due_s - HOLD_S, list[tuple[int, float]]()
