@@ -26,6 +26,7 @@ from flax import nnx
 
 from tpudist.context import get_strategy, has_strategy
 from tpudist.models.parts.logical import axes
+from tpudist.models.quantization import refuse_quantized
 from tpudist.models.transformer import Transformer
 from tpudist.models.transformer_config import TransformerConfig
 
@@ -87,6 +88,7 @@ def merge(model: Transformer) -> Transformer:
     Raises:
         ValueError: If the model has no adapters.
     """
+    refuse_quantized(model, "lora.merge")
     blocks = model.blocks
     variables = vars(blocks)
     targets = [name for name in TARGETS if f"{name}_lora_a" in variables]

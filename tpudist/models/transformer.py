@@ -13,18 +13,17 @@ split.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from tpudist.models.parts import attention, experts, pipeline, remat, rotary
-from tpudist.models.parts.activation import activate, activation_product
+from tpudist.models import block
+from tpudist.models.parts import attention, experts, kv_cache, pipeline, remat, rotary
 from tpudist.models.parts.embedding import lookup
-from tpudist.models.parts.logical import axes, constrain, split_over
+from tpudist.models.parts.logical import axes, constrain
 from tpudist.models.parts.norm import add_norm, normalize
+from tpudist.models.parts.quantized_matrix import QuantizedMatrix, join_scales
 from tpudist.models.transformer_config import TransformerConfig
 
 __all__ = ["Blocks", "Transformer", "TransformerConfig"]
@@ -63,29 +62,48 @@ class Transformer(nnx.Module):
 
         The second result is the spread of the tokens over the experts, if there are any.
         """
+        return self._apply(tokens, None, None)[:2]
+
+    def extend(
+        self, tokens: jax.Array, stored: kv_cache.Stored, places: kv_cache.Places
+    ) -> tuple[jax.Array, kv_cache.Stored]:
+        """Returns `hidden` of new tokens, and `stored` with their keys and values added.
+
+        Several tokens must be the first of their sequences; a single one sees all stored tokens.
+        """
+        hidden, _, new_stored = self._apply(tokens, stored, places)
+        assert new_stored is not None
+        return hidden, new_stored
+
+    def _apply(
+        self, tokens: jax.Array, stored: kv_cache.Stored | None, places: kv_cache.Places | None
+    ) -> tuple[jax.Array, experts.Routing | None, kv_cache.Stored | None]:
         # XLA aborts on a lookup if one mesh axis splits both the rows of the table and the batch.
         table = constrain(self.embedding[...].astype(self.config.dtype), "vocab", None)
         x = lookup(table, tokens)
         if (scale := self.config.embedding_scale) is not None:
             x = x * jnp.asarray(scale, x.dtype)
         if self.config.learned_positions is not None:
-            x = x + self._positions(x.shape[1]).astype(x.dtype)
-        x, routing = self.blocks(constrain_residual(x))
-        return normalize(x, _values(self), "final_norm", self.config), routing
+            x = x + self._positions(x.shape[1], places).astype(x.dtype)
+        x, routing, stored = self.blocks(block.constrain_residual(x), stored, places)
+        return normalize(x, _values(self), "final_norm", self.config), routing, stored
 
-    def _positions(self, length: int) -> jax.Array:
+    def _positions(self, length: int, places: kv_cache.Places | None) -> jax.Array:
         most = self.config.learned_positions
+        length = length if places is None else places.in_slots.shape[1]
         if most is None or length > most:
             raise ValueError(
                 f"A sequence has {length} tokens, but the model has learned_positions={most}. Use "
                 f"at most {most} tokens."
             )
-        return self.positions[:length]
+        return self.positions[:length] if places is None else self.positions[...][places.positions]
 
     def output_weight(self) -> jax.Array:
         """Returns the matrix `[embed, vocabulary]` from `hidden` to logits."""
         if not self.config.tied:
-            return self.unembedding[...]
+            weight = join_scales(_values(self))["unembedding"]
+            is_quantized = isinstance(weight, QuantizedMatrix)
+            return weight.astype(self.config.dtype) if is_quantized else weight
         scale = self.config.output_scale
         if scale is None:  # rows of the embedding have a length of about sqrt(embed)
             scale = self.config.embed_dim**-0.5
@@ -100,7 +118,7 @@ def unembed(hidden: jax.Array, weight: jax.Array, cap: float | None = None) -> j
         weight: `[embed, vocabulary]`.
         cap: Bound of the absolute logits, by a tanh; None for no bound.
     """
-    logits = constrain(_project(hidden, weight), "batch", _sequence(hidden), "vocab")
+    logits = constrain(block.project(hidden, weight), "batch", block.sequence_name(hidden), "vocab")
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
@@ -180,57 +198,62 @@ class Blocks(nnx.Module):
             self.mlp_out_bias = _zeros(config, **outer, embed=embed)
         self.adapter_scale: float | None = None  # see `tpudist.models.lora`
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, experts.Routing | None]:
+    def __call__(
+        self,
+        x: jax.Array,
+        stored: kv_cache.Stored | None = None,
+        places: kv_cache.Places | None = None,
+    ) -> tuple[jax.Array, experts.Routing | None, kv_cache.Stored | None]:
         """Applies all blocks to the residual stream `[batch, length, embed]`.
 
-        The second result is the spread of the tokens over the experts, as a mean over the layers.
+        The second result is the spread of the tokens over the experts, as a mean over the layers,
+        and the third is `stored` with the keys and values of these tokens.
         """
         config, adapter_scale = self.config, self.adapter_scale or 0.0
-        order = _ring_order(x.shape[1], config)
+        order = _ring_order(x.shape[1], config) if stored is None else None
 
         # `weights` belong to one layer: the scan removes the dim `layers`.
-        def block(state, weights, rotations):
-            x, routing = state
+        def run_layer(state, weights, shared):
+            x, routing, stored = state
+            rotations, places = shared
+            weights = join_scales(weights)
             x = checkpoint_name(x, "layer_input")
             out = normalize(x, weights, "attention_norm", config) if config.norm_inputs else x
-            out = _attention(out, weights, rotations, config, adapter_scale, order is not None)
+            is_in_ring_order = order is not None
+            out, stored = block.attend(
+                out, weights, rotations, config, adapter_scale, is_in_ring_order, stored, places
+            )
             if config.norm_outputs:
                 out = normalize(out, weights, "attention_out_norm", config)
-            x = constrain_residual(x + checkpoint_name(out, "attention_out"))
+            x = block.constrain_residual(x + checkpoint_name(out, "attention_out"))
             out = normalize(x, weights, "mlp_norm", config) if config.norm_inputs else x
             if config.num_experts:
                 out, added = experts.mlp(out, weights, config)
                 routing = jax.tree.map(lambda a, b: a + b / config.num_layers, routing, added)
             else:
-                out = _mlp(out, weights, config, adapter_scale)
+                out = block.mlp(out, weights, config, adapter_scale)
             if config.norm_outputs:
                 out = normalize(out, weights, "mlp_out_norm", config)
-            return constrain_residual(x + checkpoint_name(out, "mlp_out")), routing
+            return block.constrain_residual(x + checkpoint_name(out, "mlp_out")), routing, stored
 
-        block = remat.apply(block, config.remat, platform=attention.platform())
+        if stored is None:
+            run_layer = remat.apply(run_layer, config.remat, platform=attention.platform())
         if order is not None:
-            x = constrain_residual(order.into(x))
+            x = block.constrain_residual(order.into(x))
         # Means over the layers, added up in the carry, so they start at 0.
         zeros = jnp.zeros(x.shape[:1], jnp.float32)
-        state = (x, experts.Routing(zeros, zeros) if config.num_experts else None)
+        state = (x, experts.Routing(zeros, zeros) if config.num_experts else None, stored)
         weights = _values(self)
         if config.layers_with_window is not None:
             # A value per layer, so the scan gives each block its own, like a weight.
             weights["has_window"] = jnp.asarray(config.layers_with_window)
-        rotations = _rotations(x.shape[1], config, order)
-        x, routing = pipeline.apply(block, state, weights, rotations, config)
-        return x if order is None else constrain_residual(order.out_of(x)), routing
-
-
-def constrain_residual(x: jax.Array) -> jax.Array:
-    """Splits the residual stream `[batch, length, embed]` by the rules for its three dims."""
-    residual = "residual" if split_over("residual", x.shape[-1]) else None
-    return constrain(x, "batch", _sequence(x), residual)
-
-
-def _sequence(x: jax.Array) -> str | None:
-    """Returns the logical name of the length of `x` if an axis splits it; None keeps it whole."""
-    return "sequence" if split_over("sequence", x.shape[1]) else None
+        if stored is not None:
+            weights["layer"] = jnp.arange(config.num_layers)
+            pipeline.refuse_stages()
+        shared = (_rotations(x.shape[1], config, order, places), places)
+        x, routing, stored = pipeline.apply(run_layer, state, weights, shared, config)
+        x = x if order is None else block.constrain_residual(order.out_of(x))
+        return x, routing, stored
 
 
 def _values(module: nnx.Module) -> dict[str, jax.Array]:
@@ -248,35 +271,19 @@ def _zeros(config: TransformerConfig, **dims: int) -> nnx.Param:
     return nnx.Param(jnp.zeros(tuple(dims.values()), config.param_dtype), **axes(*dims))
 
 
-def _project(x: jax.Array, weight: jax.Array, num_dims: int = 1, heads: bool = False) -> jax.Array:
-    """Contracts the last `num_dims` dims of `x` with the first of `weight`, in the dtype of `x`.
-
-    Args:
-        x: `[batch, length, *features]`.
-        weight: `[*features, *outputs]`.
-        num_dims: Number of features.
-        heads: Whether the features or the outputs have a dim of heads. The product then keeps batch
-            and length apart on TPUs.
-    """
-    leading, features = x.shape[:-num_dims], x.shape[-num_dims:]
-    if not _sequence(x) and not (heads and attention.platform() == "tpu"):
-        # With batch and length as one dim, the gradient of a weight contracts one dim, which is
-        # twice as fast on XLA:CPU. If the sequence is split, XLA would gather it for that. On TPUs
-        # the kernel of attention takes `[batch, heads, length, width]`. Without the reshape, the
-        # product writes that layout directly; with it, XLA would copy.
-        x = x.reshape(-1, *features)
-    out = jnp.tensordot(x, weight.astype(x.dtype), axes=num_dims)
-    return out.reshape(*leading, *weight.shape[num_dims:])
-
-
 def _rotations(
-    length: int, config: TransformerConfig, order: attention.RingOrder | None
+    length: int,
+    config: TransformerConfig,
+    order: attention.RingOrder | None,
+    places: kv_cache.Places | None,
 ) -> tuple[rotary.Rotation, ...]:
     """Returns the rotation for layers without a window, and for layers with one if it differs."""
     if config.learned_positions is not None:
         return ()
     width, local = config.rotary_width or config.head_dim, config.local_rotary_base
     positions = None if order is None else order.positions(length)
+    if places is not None:  # stretched as for a sequence that fills all slots
+        positions, length = places.positions, places.in_slots.shape[1]
     usual = rotary.rotation(length, width, config.rotary_base, config.rotary_scaling, positions)
     if order is not None:  # tables of a long sequence are split as the sequence is
         usual = jax.tree.map(lambda table: constrain(table, "sequence", None, None), usual)
@@ -292,107 +299,3 @@ def _ring_order(length: int, config: TransformerConfig) -> attention.RingOrder |
     return attention.choose_ring_order(
         length, config.attention, config.splash_block, config.splash_backward_block
     )
-
-
-def _query_key_value(
-    x: jax.Array, weights: dict[str, jax.Array], config: TransformerConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries `[batch, length, heads, head_dim]`, and keys and values with `kv_heads`."""
-    sequence = _sequence(x)
-
-    def project(name: str, bias: str, *dims: str | None) -> jax.Array:
-        out = _project(x, weights[name], heads=True)
-        out = constrain(out, "batch", sequence, *dims, None)
-        return out + weights[bias].astype(x.dtype) if config.biased else out
-
-    if "attention_in" in weights:  # as many keys as queries: one product for all three
-        together = project("attention_in", "attention_bias", None, "heads")
-        query, key, value = jnp.moveaxis(together, 2, 0)
-        return query, key, value
-    query = project("query_in", "query_bias", "heads")
-    key, value = jnp.moveaxis(project("key_value_in", "key_value_bias", None, "kv_heads"), 2, 0)
-    return query, key, value
-
-
-def _attention(
-    x: jax.Array,
-    weights: dict[str, jax.Array],
-    rotations: tuple[rotary.Rotation, ...],
-    config: TransformerConfig,
-    adapter_scale: float,
-    is_in_ring_order: bool,
-) -> jax.Array:
-    query, key, value = _query_key_value(x, weights, config)
-    adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale, heads=True)
-    query = adapt(query, x, name="q_proj")
-    key, value = adapt(key, x, name="k_proj"), adapt(value, x, name="v_proj")
-    if config.norm_heads or config.norm_projections:
-        query = normalize(query, weights, "query_norm", config)
-        key = normalize(key, weights, "key_norm", config)
-    has_window = weights.get("has_window")
-    if rotations:
-        rotation = rotary.rotation_of_layer(rotations, has_window)
-        query, key = rotary.rotate(query, rotation), rotary.rotate(key, rotation)
-    query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
-    value = checkpoint_name(value, "value")
-    attended = attention.attend(  # [batch, length, heads, head_dim]
-        query,
-        key,
-        value,
-        method=config.attention,
-        splash_block=config.splash_block,
-        splash_backward_block=config.splash_backward_block,
-        scores=attention.Scores(config.query_scale, config.attention_cap, config.attention_window),
-        has_window=has_window,
-        is_in_ring_order=is_in_ring_order,
-        sinks=weights.get("sinks"),
-    )
-    out = _project(attended, weights["attention_out"], num_dims=2, heads=True)
-    if config.biased_outputs:
-        out += weights["attention_out_bias"].astype(out.dtype)
-    return adapt(out, attended, name="o_proj", num_dims=2)
-
-
-def _mlp(
-    x: jax.Array,
-    weights: dict[str, jax.Array],
-    config: TransformerConfig,
-    adapter_scale: float,
-) -> jax.Array:
-    adapt = functools.partial(_adapt, weights=weights, scale=adapter_scale)
-    # mlp_in is [branches, embed, mlp]; each branch is [batch, length, mlp]
-    branches = [_project(x, weight) for weight in weights["mlp_in"]]
-    names = ("gate_proj", "up_proj")[-len(branches) :]  # without a gate, only `up_proj`
-    branches = [adapt(y, x, name=name) for y, name in zip(branches, names, strict=True)]
-    if config.biased_mlp:
-        branches = [
-            y + b.astype(y.dtype) for y, b in zip(branches, weights["mlp_in_bias"], strict=True)
-        ]
-    branches = [constrain(y, "batch", _sequence(x), "mlp") for y in branches]
-    branches = tuple(checkpoint_name(y, "mlp_in") for y in branches)
-    # `activation_product` computes its backward pass in place, in pieces of the sequence. It needs
-    # a whole sequence, and supports no adapter of `down_proj`.
-    has_adapter = "down_proj_lora_a" in weights
-    if attention.platform() == "tpu" and not _sequence(x) and not has_adapter:
-        out = activation_product(branches, weights["mlp_out"].astype(x.dtype), config.gelu)
-    else:
-        hidden = activate(*branches, gelu=config.gelu)
-        out = adapt(_project(hidden, weights["mlp_out"]), hidden, name="down_proj")
-    return out + weights["mlp_out_bias"].astype(out.dtype) if config.biased_mlp else out
-
-
-def _adapt(
-    out: jax.Array,
-    x: jax.Array,
-    *,
-    weights: dict[str, jax.Array],
-    scale: float,
-    name: str,
-    num_dims: int = 1,
-    heads: bool = False,
-) -> jax.Array:
-    """Returns `out`, the product of `x` and the matrix `name`, plus that with its adapter."""
-    if f"{name}_lora_a" not in weights:
-        return out
-    low = _project(x, weights[f"{name}_lora_a"], num_dims, heads)
-    return out + scale * _project(low, weights[f"{name}_lora_b"], 1, heads)

@@ -148,17 +148,30 @@ def _dot_product(
     products = jnp.einsum("bqkgd,bskd->bkgqs", grouped, key, preferred_element_type=jnp.float32) * (
         width**-0.5 if scores.scale is None else scores.scale
     )
-    # Masked after the cap, which would turn -inf into -cap. Every query sees at least itself, so no
-    # row is only -inf.
-    if scores.cap is not None:
-        products = scores.cap * jnp.tanh(products / scores.cap)
+    share = shares(products, mask, scores.cap, sinks).astype(value.dtype)
+    return jnp.einsum("bkgqs,bskd->bqkgd", share, value).reshape(batch, length, heads, width)
+
+
+def shares(
+    products: jax.Array, mask: jax.Array, cap: float | None, sinks: jax.Array | None
+) -> jax.Array:
+    """Returns the softmax of scaled products `[batch, kv_heads, heads / kv_heads, queries, keys]`.
+
+    Args:
+        products: Float32 products of queries and keys.
+        mask: Whether a query sees a key, of a shape that broadcasts; each sees at least one.
+        cap: See `Scores`.
+        sinks: See `attend`.
+    """
+    # Masked after the cap, which would turn -inf into -cap.
+    if cap is not None:
+        products = cap * jnp.tanh(products / cap)
     masked = jnp.where(mask, products, -jnp.inf)
     if sinks is not None:
-        sink = sinks.astype(masked.dtype).reshape(1, key.shape[2], -1, 1, 1)
+        sink = sinks.astype(masked.dtype).reshape(1, masked.shape[1], -1, 1, 1)
         sink = jnp.broadcast_to(sink, (*masked.shape[:-1], 1))
         masked = jnp.concatenate((masked, sink), axis=-1)
-    share = jax.nn.softmax(masked, axis=-1)[..., :length].astype(value.dtype)
-    return jnp.einsum("bkgqs,bskd->bqkgd", share, value).reshape(batch, length, heads, width)
+    return jax.nn.softmax(masked, axis=-1)[..., : products.shape[-1]]
 
 
 def _splash(

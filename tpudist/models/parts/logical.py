@@ -21,8 +21,10 @@ def axes(*names: str | None) -> dict[str, Any]:
     In the scope of a strategy, the current rules place the parameter at once. Without a mesh it is
     an ordinary array that keeps its names.
     """
-    if jax.sharding.get_abstract_mesh().empty:
-        # Flax raises an error if it must place a variable with names and there is no mesh.
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or AxisType.Manual in mesh.axis_types:
+        # Flax raises an error if it must place a variable with names and there is no mesh, or in a
+        # replica function.
         return {"out_sharding": names, "eager_sharding": False}
     known = {name for name, _ in spmd.get_logical_axis_rules()}
     unruled = tuple((name, None) for name in dict.fromkeys(names) if name and name not in known)

@@ -84,6 +84,19 @@ def apply(
     return rowwise(flow, in_dims=(0, None, None))(x, weights, shared)
 
 
+def refuse_stages() -> None:
+    """Raises an error if the mesh has stages, for computations that only a plain scan supports.
+
+    Raises:
+        ValueError: If the mesh has the axis `stage`.
+    """
+    if (num_stages := jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)) > 1:
+        raise ValueError(
+            f"A KVCache does not support a mesh with {AXIS}={num_stages}, because "
+            "decoding has no microbatches that fill the stages. Use the axis tensor instead."
+        )
+
+
 def _flow_in_stages(
     block: Callable[..., PyTree], num_microbatches: int, x: PyTree, weights: PyTree, shared: PyTree
 ) -> PyTree:

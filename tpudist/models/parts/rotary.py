@@ -12,7 +12,7 @@ from tpudist.models.parts.attention import platform
 from tpudist.models.parts.rotary_stretch import RotaryScaling, scale_frequencies
 
 Rotation = tuple[jax.Array, jax.Array]
-"""Cosines and sines, `[length, 1, width]` each."""
+"""Cosines and sines, `[length, 1, width]` or `[batch, length, 1, width]` each."""
 
 
 def rotation(
@@ -29,7 +29,8 @@ def rotation(
         width: Width of a head; even.
         base: Ratio of the longest to the shortest wavelength.
         scaling: Stretching for longer sequences; None for none.
-        positions: Position of each element `[length]`; None for an ascending order.
+        positions: Position of each element, `[length]` or `[batch, length]`; None for an ascending
+            order.
     """
     half = width // 2
     # In float32 even for bfloat16 models: positions in the thousands times small angles need the
@@ -39,7 +40,7 @@ def rotation(
         frequencies = scale_frequencies(scaling, frequencies, base, length)
     if positions is None:
         positions = jnp.arange(length)
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    angles = positions.astype(jnp.float32)[..., None, None] * frequencies
     angles = jnp.concatenate((angles, angles), axis=-1)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if scaling is None or scaling.magnitude == 1:

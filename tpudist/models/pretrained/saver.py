@@ -39,6 +39,7 @@ from tpudist.models.pretrained.tensor_places import (
     variable_of,
 )
 from tpudist.models.pretrained.transposition import copy_tasks
+from tpudist.models.quantization import refuse_quantized
 from tpudist.models.transformer import Transformer
 from tpudist.processes import host_copies
 
@@ -79,6 +80,7 @@ def save_pretrained(
         ValueError: If other libraries do not support the model, `like` is another model, or the
             model has adapters.
     """
+    refuse_quantized(model, "save_pretrained")
     folder = Path(folder)
     if model.blocks.adapter_scale is not None:
         raise ValueError(
