@@ -90,6 +90,14 @@ def test_a_step_that_calls_a_jitted_function_donates_and_places_as_that_does():
         assert plan.mesh == {"data": 8}
 
 
+def test_results_that_a_method_keeps_in_its_object_are_results():
+    """Otherwise the compiler removes what computes them."""
+    update = jax.jit(lambda w, x: (w - x.T @ jnp.tanh(x @ w), x.sum()), donate_argnums=0)
+    w = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    plan = planner.plan(lambda w, x: update(w, x)[1], w, X)
+    assert plan.memory.donated_bytes == 16 * 16 * 4
+
+
 def test_references_are_arguments_without_data():
     @jax.jit
     def step(state, batch):
@@ -147,6 +155,43 @@ def test_a_step_that_asks_jax_for_devices_sees_the_slice():
     strategy = tpudist.OneDeviceStrategy(jax.devices()[0])
     planned = strategy.plan(product, (jnp.zeros(X.shape),), topology="v5e:1x1")
     assert planned.model_flops == 0  # one chip
+
+
+def of_own_mesh(jit, mesh):
+    """Returns a step that names its mesh, as most programs do."""
+    rows = NamedSharding(mesh, P("data"))
+
+    def step(w, x):
+        assert jax.default_backend() == "tpu"
+        x = jax.lax.with_sharding_constraint(x, rows)
+        total = jax.shard_map(
+            lambda x: jax.lax.psum(x.sum(), "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+        )
+        return w - jax.grad(lambda w: jnp.square(x @ w).sum())(w) / total(x)
+
+    return jit(step)
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize(
+    "jit",
+    [
+        functools.partial(jax.jit, donate_argnums=0),
+        functools.partial(eqx.filter_jit, donate="all-except-first"),
+        functools.partial(nnx.jit, donate_argnums=0),
+    ],
+)
+def test_a_step_on_emulated_devices_is_planned_for_as_many_of_a_slice(jit):
+    """Its program names only axes, so it is lowered for them and compiled for the slice."""
+    w = jnp.ones((16, 16))
+    plan = planner.plan(of_own_mesh(jit, data_mesh()), w, X, topology="v5e-8")
+    assert (plan.topology, plan.mesh, plan.num_chips) == ("v5e-8", {"data": 8}, 8)
+    assert {x.axes for x in plan.collectives} == {("data",)}
+    described = Mesh(np.array(planner.devices("v5e-8")), ("data",))
+    expected = planner.plan(of_own_mesh(jit, described), w, X, topology="v5e-8")
+    assert plan.memory.donated_bytes == expected.memory.donated_bytes
+    assert plan.memory.peak_bytes == pytest.approx(expected.memory.peak_bytes, rel=0.01)
+    assert plan.model_flops == expected.model_flops
 
 
 def needs_value(model, batch):

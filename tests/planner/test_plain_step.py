@@ -135,10 +135,9 @@ def test_the_mesh_in_force_is_used():
     assert plan.memory.categories["batch"] == 64 * 16 * 4 // 8
 
 
-def on_other_devices():
-    mesh = data_mesh()
-    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("data")))
-    return jax.jit(lambda x: x.sum(), in_shardings=x.sharding), X
+def with_own_mesh():
+    rows = NamedSharding(data_mesh(), P("data"))
+    return lambda x: jax.lax.with_sharding_constraint(x, rows).sum(), X
 
 
 @pytest.mark.parametrize(
@@ -147,6 +146,11 @@ def on_other_devices():
         (lambda: planner.plan("step"), TypeError, "received 'step', a str"),
         (lambda: planner.plan(jax.jit(jnp.sin).lower(1.0), 1.0), TypeError, "pass it alone"),
         (lambda: planner.plan(jnp.sin, X, mesh={"data": 8}), ValueError, "without devices"),
+        (
+            lambda: planner.plan(jax.jit(jnp.add), X, X, donate_argnums=0),
+            ValueError,
+            r"donate_argnums=0 .*jitted already.*Omit donate_argnums",
+        ),
         (lambda: planner.plan(jnp.sin, X, in_shardings=P("data")), ValueError, "there is no mesh"),
         (
             lambda: planner.plan(jax.jit(jnp.sin, in_shardings=P("data")), X, mesh=data_mesh()),
@@ -181,8 +185,10 @@ def test_a_mesh_of_another_machine_is_moved_to_a_slice_or_explained():
     assert 0 < plan.mfu < 1
     with pytest.raises(ValueError, match="mesh of 8 devices.*the topology has 4.*mesh="):
         planner.plan(step, *state, sharded, topology="v5e-4")
-    with pytest.raises(ValueError, match=r"lowered for 8 x cpu.*planner.devices"):
-        planner.plan(*on_other_devices(), topology="v5e-8")
+    with pytest.raises(ValueError, match=r"lowered for 8 x cpu.*as many devices as the slice has"):
+        planner.plan(*with_own_mesh(), topology="v5e-4")
+    with pytest.raises(ValueError, match="mesh of its own. Omit mesh"):
+        planner.plan(*with_own_mesh(), topology="v5e-8", mesh={"data": 8})
     with pytest.raises(ValueError, match=r"mesh=.* has 4 devices, but the topology has 8"):
         planner.plan(step, *state, X, topology="v5e-8", mesh={"data": 4})
     for sizes in ({"a": -8}, {"a": 0, "b": 8}, {"a": -2, "b": -4}):

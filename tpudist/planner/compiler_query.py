@@ -122,7 +122,7 @@ def ask_compiler(
     compiled = None
     if in_process and entry.refusal is None:
         report("compiling the executable", 0.0)
-        compiled = executables.compile_uncached(lowered, compiler_options)
+        compiled = executables.compile_uncached(lowered, mesh, compiler_options)
     moved = is_cached and entry.lines != lines_hash
     return Answer(entry.program, entry.refusal, entry.seconds, key, is_cached, moved, compiled)
 

@@ -82,12 +82,14 @@ class PlacedCall:
         kwargs: Keyword arguments.
         leaves: The leaves of the arguments, in order.
         surroundings: Makes a context in which the step is traced.
+        platforms: Platforms to lower the step for; None for that of its devices.
     """
 
     args: tuple
     kwargs: dict[str, Any]
     leaves: Sequence[LeafFacts]
     surroundings: Callable[[], AbstractContextManager]
+    platforms: tuple[str, ...] | None = None
 
     @property
     def num_first(self) -> int:
@@ -129,9 +131,7 @@ class Placement:
             specs = jax.tree.leaves(in_shardings, is_leaf=_is_sharding)
             self._mesh = self._find_mesh(leaves, specs)
         wanted = self._read_shardings(args, kwargs, in_shardings)
-        named = call_description.names_of_leaves(step, args, kwargs)
-        # Objects of tpudist and of Flax are one leaf there.
-        names = named if len(named) == len(leaves) else [""] * len(leaves)
+        names = call_description.names_of_leaves(step, args, kwargs, is_leaf=None)
         placed, facts = [], []
         for i, (x, name) in enumerate(zip(leaves, names, strict=True)):
             sharding = wanted[i] if i < len(wanted) else None
@@ -141,6 +141,32 @@ class Placement:
             facts.append(LeafFacts(name, tuple(shape_of(x)) if is_array else shape, is_array))
         own_args, own_kwargs = treedef.unflatten(placed)
         return PlacedCall(own_args, own_kwargs, facts, self._surroundings)
+
+    def lower_elsewhere(self, call: PlacedCall) -> PlacedCall:
+        """Returns a call on other devices that is lowered for those of the plan."""
+        assert self._devices is not None, "there are no others without a topology"
+        devices = self._devices
+
+        def surroundings() -> AbstractContextManager:
+            stack = ExitStack()
+            stack.enter_context(show_devices(devices))
+            stack.enter_context(call.surroundings())
+            return stack
+
+        platforms = (devices[0].platform,)
+        return dataclasses.replace(call, surroundings=surroundings, platforms=platforms)
+
+    def mesh_like(self, mesh: Mesh | AbstractMesh) -> Mesh | None:
+        """Returns a mesh with these axes on the devices of the plan; None if there is none."""
+        if self.has_devices(mesh):
+            return mesh
+        if self._devices is None or mesh.size != len(self._devices):
+            return None
+        return self._make_mesh(mesh.shape, mesh.axis_types)
+
+    def has_devices(self, mesh: Mesh | AbstractMesh) -> TypeGuard[Mesh]:
+        """Returns whether a mesh has the devices of the plan, as far as it can know."""
+        return isinstance(mesh, Mesh) and (self._devices is None or _is_described(mesh))
 
     def _place_leaf(self, x: Any, sharding: Sharding | None) -> Any:
         if not isinstance(x, (*_ARRAYS, *_REFS)):
@@ -186,14 +212,6 @@ class Placement:
         grid = arrange_slices(self._devices, tuple(axes.values()))
         return Mesh(grid, tuple(axes), axis_types=kinds)
 
-    def _use_or_copy(self, mesh: Mesh | AbstractMesh) -> Mesh | None:
-        """Returns a mesh with these axes on the devices of the plan; None if there is none."""
-        if self._is_final(mesh):
-            return mesh
-        if self._devices is None or mesh.size != len(self._devices):
-            return None
-        return self._make_mesh(mesh.shape, mesh.axis_types)
-
     def _find_mesh(self, values: Sequence[Any], specs: Sequence[Any]) -> Mesh | None:
         """Returns the mesh of the plan if the shardings of the arguments do not suffice.
 
@@ -205,15 +223,11 @@ class Placement:
         meshes = [jax.sharding.get_mesh()]  # that of `jax.set_mesh`, or an empty one
         meshes += [x.mesh for x in shardings if isinstance(x, NamedSharding)]
         meshes = [mesh for mesh in meshes if not mesh.empty]
-        final = [mesh for mesh in meshes if self._is_final(mesh)]
-        incomplete = [mesh for mesh in meshes if not self._is_final(mesh)]
+        final = [mesh for mesh in meshes if self.has_devices(mesh)]
+        incomplete = [mesh for mesh in meshes if not self.has_devices(mesh)]
         if not incomplete and not any(isinstance(x, PartitionSpec) for x in specs):
             return None
-        return self._use_or_copy([*final, *incomplete][0]) if meshes else None
-
-    def _is_final(self, mesh: Mesh | AbstractMesh) -> TypeGuard[Mesh]:
-        """Returns whether a mesh has the devices of the plan, as far as it can know."""
-        return isinstance(mesh, Mesh) and (self._devices is None or _is_described(mesh))
+        return self.mesh_like([*final, *incomplete][0]) if meshes else None
 
     def _read_shardings(
         self, args: tuple, kwargs: dict[str, Any], in_shardings: PyTree
@@ -250,7 +264,7 @@ class Placement:
     def _move(self, sharding: NamedSharding) -> NamedSharding:
         """Returns a sharding on the devices of the plan."""
         mesh = sharding.mesh
-        if self._is_final(mesh):
+        if self.has_devices(mesh):
             return sharding
         if self._mesh is None or self._mesh.axis_names != mesh.axis_names:
             own = "none" if self._mesh is None else dict(self._mesh.shape)

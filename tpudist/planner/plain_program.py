@@ -20,15 +20,23 @@ from tpudist.xla.estimate.memory import InputLeaf
 Step = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered
 _JITTED = type(jax.jit(lambda: None))  # JAX does not name the class
 DEVICES_RULE = (
-    "The program is compiled for the devices of its shardings. Make its mesh of "
-    'tpudist.planner.devices("v5e-8"), and lower the step for arguments on that mesh; or pass '
-    "arguments without shardings, and in_shardings."
+    "Run the program on as many devices as the slice has, which may be emulated: "
+    'tpudist.emulate(num_devices=8). Or make its mesh of tpudist.planner.devices("v5e-8").'
 )
-# What to do about errors of JAX.
+# Parts of JAX's errors about a step whose own mesh has other devices than its arguments.
+_OTHER_DEVICES = ("incompatible devices", "ontext mesh ")
+# What to do about other errors of JAX.
 _RULES = {
-    "incompatible devices": DEVICES_RULE,
     "does not match the sharding on the respective arg": "Pass the same in_shardings to plan().",
 }
+
+
+class OtherDevices(ValueError):
+    """A step has a mesh of other devices than its arguments.
+
+    Remedy: make both meshes of the same devices. For a slice, run the program on as many emulated
+    devices, or make its mesh of `tpudist.planner.devices`.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +49,7 @@ class LoweredCall:
         closed: Jaxpr of the step; None if it is not known.
         leaves: Leaves of the arguments; empty if the program has the names of the user.
         num_first: Number of leaves of the first argument.
+        slice_mesh: Mesh of the plan, if the program was lowered for devices of this machine.
     """
 
     name: str
@@ -48,11 +57,12 @@ class LoweredCall:
     closed: jaxprs.ClosedJaxpr | None = None
     leaves: Sequence[LeafFacts] = ()
     num_first: int = 0
+    slice_mesh: Mesh | None = None
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of the program."""
-        return lowered_program.mesh_of(self.lowered)
+        """Mesh of the plan."""
+        return self.slice_mesh or lowered_program.mesh_of(self.lowered)
 
     def inputs(self, mesh: Mesh) -> list[InputLeaf]:
         """Returns the inputs of the program, with the names of the user if they are known."""
@@ -115,10 +125,18 @@ def lower_call(
     """Lowers a step for the arguments of a call.
 
     Raises:
-        ValueError: If the step and its arguments are on different devices.
+        OtherDevices: If the step and its arguments are on different devices.
+        ValueError: If the step is jitted already, and `donate_argnums` or `static_argnums` are
+            passed.
     """
     jitted: Any = step
     has_own_lower = hasattr(step, "lower")
+    for option, numbers in (("donate_argnums", donate_argnums), ("static_argnums", static_argnums)):
+        if has_own_lower and numbers not in ((), []):
+            raise ValueError(
+                f"planner.plan received {option}={numbers!r} with a step that is jitted already, "
+                f"which decides that itself. Omit {option} here, or pass the function without jit."
+            )
     if inspect.ismethod(step) and isinstance(step.__func__, _JITTED):
         # A bound method has the `lower` of its function, which must receive the object.
         jitted, call = step.__func__, dataclasses.replace(call, args=(step.__self__, *call.args))
@@ -132,13 +150,19 @@ def lower_call(
                 is_own = has_own_lower or donate_argnums not in ((), [])
                 inner = None if is_own else jit_only_call(traced)
                 if inner is None:
-                    return LoweredCall(name, traced.lower(), traced.jaxpr)
+                    lowered = traced.lower(lowering_platforms=call.platforms)
+                    return LoweredCall(name, lowered, traced.jaxpr)
                 static = {static_argnums} if isinstance(static_argnums, int) else {*static_argnums}
                 args = tuple(x for i, x in enumerate(call.args) if i not in static)
-                lowered = inner.lower(*jax.tree.leaves((args, call.kwargs)))
+                inner = inner.trace(*jax.tree.leaves((args, call.kwargs)))
+                lowered = inner.lower(lowering_platforms=call.platforms)
                 return LoweredCall(name, lowered, traced.jaxpr, call.leaves)
+            if call.platforms is not None:
+                return _lower_wrapped(name, jitted, call)
             lowered = jitted.lower(*call.args, **call.kwargs)
         except ValueError as error:
+            if any(problem in str(error) for problem in _OTHER_DEVICES):
+                raise OtherDevices(f"{error}\n{DEVICES_RULE}") from error
             for problem, rule in _RULES.items():
                 if problem in str(error):
                     raise ValueError(f"{error}\n{rule}") from error
@@ -148,11 +172,23 @@ def lower_call(
             raise
         # Equinox and Flax wrap the program of JAX.
         lowered = lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
-        return LoweredCall(name, lowered, _jaxpr_of(jitted, call), call.leaves, call.num_first)
+        closed = _trace_wrapped(jitted, call).jaxpr
+        return LoweredCall(name, lowered, closed, call.leaves, call.num_first)
 
 
-def _jaxpr_of(step: Callable[..., Any], call: PlacedCall) -> jaxprs.ClosedJaxpr:
-    """Returns the jaxpr of a step whose `lower` does not keep it, by another trace."""
+def _lower_wrapped(name: str, step: Callable[..., Any], call: PlacedCall) -> LoweredCall:
+    """Lowers a step whose own `lower` cannot do so for other platforms."""
+    traced = _trace_wrapped(step, call)
+    inner = jit_only_call(traced)
+    if inner is None:
+        raise OtherDevices(f"{name} is on devices of this machine. {DEVICES_RULE}")
+    arrays = [x for x in jax.tree.leaves((call.args, call.kwargs)) if isinstance(x, jax.Array)]
+    lowered = inner.trace(*arrays).lower(lowering_platforms=call.platforms)
+    return LoweredCall(name, lowered, traced.jaxpr, call.leaves)
+
+
+def _trace_wrapped(step: Callable[..., Any], call: PlacedCall) -> jax.stages.Traced:
+    """Traces a step of another library as a function of its arrays."""
     leaves, treedef = jax.tree.flatten((call.args, call.kwargs))
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
 
@@ -163,4 +199,4 @@ def _jaxpr_of(step: Callable[..., Any], call: PlacedCall) -> jaxprs.ClosedJaxpr:
         args, kwargs = treedef.unflatten(full)
         return [x for x in jax.tree.leaves(step(*args, **kwargs)) if isinstance(x, jax.Array)]
 
-    return jax.make_jaxpr(call_with)([leaves[i] for i in places])
+    return jax.jit(call_with).trace([leaves[i] for i in places])

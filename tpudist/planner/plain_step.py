@@ -5,8 +5,9 @@ program that was lowered already. It is lowered for descriptions of devices, and
 of a strategy. `plain_placement` places its arguments, and `plain_program` lowers it.
 """
 
+import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tpudist.planner.plain_placement import MeshLike, Placement
 from tpudist.planner.plain_program import (
     DEVICES_RULE,
     LoweredCall,
+    OtherDevices,
     Step,
     lower_call,
     lower_method,
@@ -52,8 +54,8 @@ def plan(
 ) -> Plan:
     """Compiles a step of plain JAX, and returns its memory, time and traffic; nothing is run.
 
-    The devices are those of the shardings of the step or of its arguments; such a mesh can be made
-    of `planner.devices`. Without shardings, a step uses one device.
+    The devices are those of `topology`; the shardings of the step or of its arguments name the axes
+    of a mesh of as many devices, which may be emulated. Without shardings, a step uses one device.
 
     Args:
         step: A function, which is jitted here; a function of `jax.jit`, `jax.pmap`,
@@ -62,8 +64,8 @@ def plan(
         args: Arguments of the step. Arrays may be `jax.ShapeDtypeStruct`s; data are not read. For
             `fit` they are one batch.
         kwargs: Keyword arguments of the step.
-        topology: Slice, such as "v5e-8" or "2xv5e-256". Arrays on a mesh of other devices are
-            moved to a mesh of the same axes. Default: the devices of the shardings.
+        topology: Slice, such as "v5e-8" or "2xv5e-256". A mesh of other devices becomes a mesh of
+            the same axes on the slice. Default: the devices of the shardings.
         mesh: Mesh for `in_shardings`, which is also in force while the step is traced; or sizes of
             its axes, such as {"data": 4, "model": 2}, on the devices of `topology`. The first axes
             span its slices. Default: the mesh of `jax.set_mesh`.
@@ -114,9 +116,37 @@ def plan(
         ):
             return plan_method(program, mesh, request, report)
         else:
-            placed = Placement(topology, mesh).place(step, args, dict(kwargs or {}), in_shardings)
-            lowered = lower_call(step, placed, donate_argnums, static_argnums)
+            values = args, dict(kwargs or {}), in_shardings
+            lowered = _lower_step(step, values, topology, mesh, (donate_argnums, static_argnums))
         return _plan_call(lowered, request, report, time.monotonic() - started)
+
+
+def _lower_step(
+    step: Callable[..., Any],
+    values: tuple[tuple, dict[str, Any], PyTree],
+    topology: str | None,
+    mesh: MeshLike | None,
+    numbers: tuple[int | Sequence[int], int | Sequence[int]],
+) -> LoweredCall:
+    placement = Placement(topology, mesh)
+    try:
+        lowered = lower_call(step, placement.place(step, *values), *numbers)
+    except OtherDevices:
+        if topology is None:
+            raise
+    else:
+        if placement.has_devices(lowered.mesh):
+            return lowered
+    # The mesh of the step has devices of this machine, which may be emulated. The program names
+    # only its axes, so it is lowered for them, and compiled for as many devices of the slice.
+    if isinstance(mesh, Mapping):
+        raise ValueError(
+            f"planner.plan received mesh={dict(mesh)!r}, but the step has a mesh of its own. Omit "
+            "mesh, and specs in in_shardings."
+        )
+    call = Placement(None, mesh).place(step, *values)
+    lowered = lower_call(step, placement.lower_elsewhere(call), *numbers)
+    return dataclasses.replace(lowered, slice_mesh=placement.mesh_like(lowered.mesh))
 
 
 def plan_method(

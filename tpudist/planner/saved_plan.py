@@ -58,7 +58,9 @@ def save(path: str | os.PathLike, plan_as_json: str, source: ProgramSource) -> N
             "in_process=True) keeps the executable.",
             source.name,
         )
-        compiled = executables.compile_uncached(source.lowered, source.compiler_options)
+        compiled = executables.compile_uncached(
+            source.lowered, source.mesh, source.compiler_options
+        )
     data = executables.to_bytes(compiled)
     header = {
         "format": _FORMAT,

@@ -44,7 +44,12 @@ def describe_call(
     return descriptions
 
 
-def names_of_leaves(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> list[str]:
+def names_of_leaves(
+    fn: Callable[..., Any],
+    args: tuple,
+    kwargs: dict[str, Any],
+    is_leaf: Callable[[Any], bool] | None = is_leaf,
+) -> list[str]:
     """Returns the name of each flat argument: the function's parameter, and the path inside it."""
     parameters = _names_of_positional(fn, len(args))
     names = []

@@ -10,13 +10,25 @@ import jax
 from jax.experimental import serialize_executable
 
 from tpudist.array_types import PyTree
-from tpudist.xla.compiler import jax_cache
+from tpudist.xla.compiler import jax_cache, lowered_program
 
 
 def compile_uncached(
-    lowered: jax.stages.Lowered, compiler_options: Mapping[str, bool | int | float | str]
+    lowered: jax.stages.Lowered,
+    mesh: jax.sharding.Mesh,
+    compiler_options: Mapping[str, bool | int | float | str],
 ) -> jax.stages.Compiled:
-    """Compiles a program for `to_bytes`, without JAX's persistent cache."""
+    """Compiles a program for `to_bytes`, without JAX's persistent cache.
+
+    Raises:
+        ValueError: If the program was lowered for other devices than those of `mesh`.
+    """
+    devices = lowered_program.devices_of(lowered)
+    if {*devices} != {*mesh.devices.flat}:
+        raise ValueError(
+            f"The program cannot be saved, because its mesh has {len(devices)} devices of this "
+            f"machine, {devices[0].device_kind}. Make its mesh of tpudist.planner.devices."
+        )
     # The cache stores programs for described devices, but cannot load them (jax 0.12).
     with jax_cache.bypass():
         return lowered.compile(compiler_options=dict(compiler_options))
