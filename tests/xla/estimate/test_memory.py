@@ -195,7 +195,9 @@ def test_temporaries_at_the_peak_match_the_compiler():
 def test_the_largest_temporaries_have_their_source_line():
     _, _, report = a_large_step()
     first = report.largest[0]
-    assert first.unpadded_bytes == 4 * 4 * 2048 * 4096  # an activation of each of four layers
+    # An activation of each of four layers; buffers of the same line count as one.
+    assert first.shape.startswith("f32[4,2048,4096]")
+    assert first.unpadded_bytes >= 4 * 4 * 2048 * 4096
     assert "while/body" in first.op_name
     file, _, line = first.source.rpartition(":")
     start = momentum_step.__code__.co_firstlineno
