@@ -38,6 +38,7 @@ from benchmarks import (
     processes,
     programs,
     published,
+    ranking,
     scale,
     servers,
     tables,
@@ -63,6 +64,7 @@ Suite = Literal[
     "checkpoint",
     "input",
     "published",
+    "ranking",
     "scale",
     "examples",
     "determinism",
@@ -87,7 +89,8 @@ class Config:
     compiler creates for v5e:4x4 and v6e:2x4, and those of partial batches for v5e:2x4 (needs
     libtpu, takes minutes); loops that never wait;
     checkpoints; the distributed iterator; the planner's estimates against published training runs
-    (an hour) and its own time from 8 to 4096 chips; the steps of the programs in examples/; the
+    (an hour), its estimates without the compiler against its plans (hours), and its
+    own time from 8 to 4096 chips; the steps of the programs in examples/; the
     cost of `deterministic=8`; steps in two processes, by hand, watched, and with a state that is
     kept for survivors; rows of an embedding table by id; steps of parameter servers, against
     TensorFlow's and a hand-written loop on Ray; the cost of importing; the time and memory to read
@@ -187,6 +190,7 @@ MEASURE: dict[Suite, Callable[[Config], Iterable[Figure]]] = {
     ),
     "input": lambda config: input.figures(config.tensorflow_python),
     "published": lambda config: published.figures(config.published),
+    "ranking": lambda config: ranking.figures(),
     "scale": lambda config: scale.figures(),
     "examples": lambda config: examples.figures(config.example_steps),
     "determinism": lambda config: determinism.figures(config.example_steps),

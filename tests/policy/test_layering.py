@@ -54,7 +54,7 @@ FOLDERS = {
     "coordinator": ("rpc", "progress"),
     "preemption": ("survival",),
     "input": ("storage", "file_formats", "transfer", "sources", "feeds"),
-    "planner": ("show", "layouts"),
+    "planner": ("show", "roofline", "layouts"),
     "models": ("parts", "pretrained"),
     "run": ("arguments", "frame", "dispatch", "outputs", "eager", "steady"),
     "compat": ("v1",),

@@ -64,11 +64,13 @@ class Options:
     microbatches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="[N ...]")] = (1,)
     """Number of parts of a batch, computed one after the other; several with --search."""
     search: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Compile several layouts and rank them."""
+    """Estimate several layouts, compile the most promising ones, and rank them."""
     geometries: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="[AXES ...]", help_behavior_hint="")
     ] = ()
     """With --search: axes to try, such as fsdp=16 fsdp=8,tensor=2 none (default: powers of two)."""
+    compiles: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """With --search: number of layouts to compile, the most promising first (default: all)."""
     time_budget: Annotated[
         float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")
     ] = None
@@ -248,6 +250,7 @@ def _search(options: Options, source: _StepSource) -> int:
             geometries=geometries or None,
             remat=source.remat,
             microbatches=options.microbatches,
+            max_compiles=options.compiles,
             time_budget_s=TIME_BUDGET_S if options.time_budget is None else options.time_budget,
             tokens_per_step=source.tokens_per_step,
             cache=options.cache,
@@ -259,10 +262,10 @@ def _search(options: Options, source: _StepSource) -> int:
     finally:
         _print(result, result, options)
     _report_files(options)
-    return _exit_code(result)
+    return _exit_code(result, options.compiles)
 
 
-def _exit_code(result: planner.SearchResult) -> int:
+def _exit_code(result: planner.SearchResult, compiles: int | None) -> int:
     """Returns the exit code of a search: "does not fit" only if a candidate was too large.
 
     Raises:
@@ -272,6 +275,9 @@ def _exit_code(result: planner.SearchResult) -> int:
     # known about the slice, which is 2.
     if result.best or result.of(search_outcomes.TOO_LARGE):
         return EXIT_FITS if result.best else EXIT_DOES_NOT_FIT
+    if compiles == 0 and result.estimated:
+        estimate = result.estimated[0].estimate
+        return EXIT_FITS if estimate and estimate.fits else EXIT_DOES_NOT_FIT
     if failed := result.of(search_outcomes.FAILED):
         first, num = failed[0], len(failed)
         all_ = f"All {num} layouts" if num > 1 else "The layout"
@@ -338,6 +344,7 @@ def check(options: Options) -> Slice:
                 if value is not None
             }
         )
+        arguments.check_not_negative({"compiles": options.compiles or 0})
         arguments.check_not_negative({"price-per-chip-hour": options.price_per_chip_hour or 0})
     except ValueError as error:
         raise WrongUse(str(error)) from error
@@ -379,6 +386,8 @@ def _check_plan(options: Options) -> None:
             raise WrongUse(f"--{name} {text}: several values need --search. Add it.")
     if options.geometries:
         raise WrongUse("--geometries needs --search. Add it, or use --replica-axes.")
+    if options.compiles is not None:
+        raise WrongUse("--compiles needs --search. Add it.")
     if options.time_budget is not None:
         raise WrongUse(
             f"--time-budget {options.time_budget:g} is for a search, and this is one plan without "

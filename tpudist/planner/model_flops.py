@@ -49,6 +49,11 @@ def model_flops(
     return dict(flops.times(num_replicas)), tuple(dict.fromkeys(counter.notes))
 
 
+def count(jaxpr: jaxprs.Jaxpr) -> float:
+    """Returns the FLOPs of a program, such as the body of a kernel."""
+    return _Counter().count(jaxpr, "").total()
+
+
 class _Flops(dict[str, float]):
     """FLOPs by kind."""
 
@@ -91,9 +96,9 @@ class _Counter:
         name_stack = f"{name_stack}/{eqn.source_info.name_stack}"
         if any(name in name_stack for name in _SCOPES_WITHOUT_WORK):
             return _Flops()
-        if eqn.primitive.name in _PRODUCTS:
-            kind = chips.kind_of_products(map(_bits_of, eqn.invars[:2]))
-            return _Flops({kind: _PRODUCTS[eqn.primitive.name](eqn)})
+        if eqn.primitive.name in PRODUCTS:
+            kind = chips.kind_of_products(map(bits_of, eqn.invars[:2]))
+            return _Flops({kind: PRODUCTS[eqn.primitive.name](eqn)})
         structure = jaxprs.structure_of(eqn)
         if structure is None:
             return _Flops()
@@ -150,7 +155,7 @@ def _key_of(eqn: Any, originals: Mapping[Any, Any]) -> Any:
     return key
 
 
-def _bits_of(operand: Any) -> tuple[int, bool]:
+def bits_of(operand: Any) -> tuple[int, bool]:
     """Returns the bits of an element of an operand, and whether it is a float."""
     dtype = operand.aval.dtype
     if jnp.issubdtype(dtype, jnp.integer):
@@ -205,7 +210,7 @@ def _group_dot(eqn: Any) -> float:
     return 2.0 * products / (eqn.invars[2].aval.shape[-1] if is_contracted else 1)
 
 
-_PRODUCTS = {
+PRODUCTS = {
     "dot_general": _dot,
     "ragged_dot_general": _group_dot,
     "conv_general_dilated": _convolution,

@@ -28,6 +28,7 @@ class Candidate:
         replica_axes: Axes inside a replica, as in `TPUStrategy`; empty for plain data parallelism.
         remat: Name of the rematerialization in the backward pass, one of the argument of `search`.
         microbatches: Number of parts of a batch, which run one after the other.
+        batch: Rows of a global batch; None for the batch of the step.
     """
 
     topology: str | None
@@ -35,6 +36,7 @@ class Candidate:
     remat: str
     microbatches: int
     _devices: Sequence[jax.Device] = dataclasses.field(default=(), repr=False, compare=False)
+    batch: int | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_devices": ()}  # they belong to this process

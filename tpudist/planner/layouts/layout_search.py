@@ -21,10 +21,11 @@ import jax
 from tpudist import context
 from tpudist.planner import figure_checks
 from tpudist.planner.calibration import Calibration, read_calibration
-from tpudist.planner.layouts import candidates
+from tpudist.planner.layouts import candidates, first_pass
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.layouts.search_outcomes import FAILED, FITS, NOT_REACHED, TOO_LARGE, Outcome
 from tpudist.planner.layouts.search_result import SearchResult, rank
+from tpudist.planner.roofline.step_estimate import StepEstimate
 from tpudist.planner.show.formats import format_error
 from tpudist.planner.show.progress import Progress, show_progress
 from tpudist.xla import topology as topologies
@@ -51,6 +52,7 @@ def search(
     geometries: Sequence[Mapping[str, int]] | None = None,
     remat: Sequence[str] = ("none", "full"),
     microbatches: Sequence[int] = (1,),
+    max_compiles: int | None = None,
     time_budget_s: float = 900.0,
     max_workers: int | None = None,
     compiler_options: Mapping[str, Any] | None = None,
@@ -61,6 +63,9 @@ def search(
     progress: Progress | None = None,
 ) -> SearchResult:
     """Returns the layouts of a step that fit a slice, fastest first, and why the others do not.
+
+    A first pass estimates every candidate without the compiler, in a fraction of a second each: it
+    decides the order. Then candidates are compiled, until the time is spent.
 
     Args:
         make_step: Called with each `Candidate`; returns `(strategy, fn, args)` for `Strategy.plan`:
@@ -73,6 +78,8 @@ def search(
             replicas of all powers of two, split by "fsdp" and into at most 8 parts by "tensor".
         remat: Names of rematerialization, from the least to the most.
         microbatches: Numbers of parts of a batch.
+        max_compiles: Number of candidates to compile, the most promising first; 0 only estimates
+            them. Default: as many as the time allows.
         time_budget_s: Seconds after which no compilation starts, and running ones are abandoned.
         max_workers: Number of parallel compilations. By default one or two, depending on the cores
             and the memory of the machine.
@@ -93,27 +100,32 @@ def search(
     ValueError or RuntimeError of `make_step`, which shapes that do not fit raise. Other exceptions
     of `make_step` are mistakes in it, and end the search.
     """
-    _check_request(time_budget_s, max_workers)
+    _check_request(time_budget_s, max_workers, max_compiles)
     figure_checks.check(tokens_per_step, model_flops)
     devices = jax.devices() if topology is None else topologies.devices(topology)
     ranked = candidates.make_candidates(topology, devices, geometries, remat, microbatches)
+    measured = None if calibration is None else read_calibration(calibration)
     arguments = {
         "compiler_options": compiler_options,
         "tokens_per_step": tokens_per_step,
         "model_flops": model_flops,
-        "calibration": None if calibration is None else read_calibration(calibration),
+        "calibration": measured,
     }
     started = time.monotonic()
     with show_progress(progress) as report, tempfile.TemporaryDirectory() as folder:
+        deadline = started + time_budget_s
+        estimates = first_pass.estimate_all(make_step, ranked, measured, report, deadline)
         running = _Search(
             make_step,
-            ranked,
+            first_pass.order(ranked, estimates),
+            estimates,
+            len(ranked) if max_compiles is None else max_compiles,
             list(remat),
             arguments,
             # With `cache=False`, a temporary folder: several candidates may have the same program,
             # for example if a policy has no effect.
             cache or folder,
-            started + time_budget_s,
+            deadline,
             report,
         )
         running.run(max_workers or _count_workers(len(ranked)))
@@ -126,7 +138,7 @@ def search(
     )
 
 
-def _check_request(time_budget_s: float, max_workers: int | None) -> None:
+def _check_request(time_budget_s: float, max_workers: int | None, max_compiles: int | None) -> None:
     if context.depth():
         raise RuntimeError(
             f"search was called in the scope of {context.get_strategy()!r}, but each candidate has "
@@ -140,6 +152,8 @@ def _check_request(time_budget_s: float, max_workers: int | None) -> None:
         )
     if max_workers is not None and (not isinstance(max_workers, int) or max_workers < 1):
         raise ValueError(f"max_workers={max_workers!r}: it must be an integer of at least 1.")
+    if max_compiles is not None and (not isinstance(max_compiles, int) or max_compiles < 0):
+        raise ValueError(f"max_compiles={max_compiles!r}: it must be an integer of at least 0.")
 
 
 class _Search:
@@ -154,6 +168,8 @@ class _Search:
         self,
         make_step: MakeStep,
         ranked: list[Candidate],
+        estimates: dict[Candidate, StepEstimate],
+        max_compiles: int,
         remat: list[str],
         arguments: dict[str, Any],
         cache: bool | str | Path,
@@ -164,6 +180,8 @@ class _Search:
         self._all = ranked  # the most promising first
         # A list and not a queue: `_next_candidate` takes from its middle.
         self._waiting = list(ranked)
+        self._estimates = estimates
+        self._num_left = max_compiles
         self._remat = remat
         self._arguments = arguments
         self._cache = cache
@@ -194,8 +212,11 @@ class _Search:
         first_with_program: dict[str, str] = {}
         outcomes = []
         for candidate in self._all:
-            not_reached = Outcome(candidate, NOT_REACHED, reason="not begun")
-            outcome = self._outcomes.get(candidate.name, not_reached)
+            reason = "not begun" if self._num_left else "not compiled"
+            outcome = self._outcomes.get(
+                candidate.name, Outcome(candidate, NOT_REACHED, reason=reason)
+            )
+            outcome = dataclasses.replace(outcome, estimate=self._estimates.get(candidate))
             if outcome.plan is not None:
                 same = first_with_program.setdefault(outcome.plan.program, candidate.name)
                 if same != candidate.name:
@@ -219,7 +240,9 @@ class _Search:
         """Takes the most promising candidate that may fit, and counts it; None at the end."""
         with self._lock:
             # `_is_stopped` is only ever set, never cleared, so it needs no lock.
-            if self._is_stopped or time.monotonic() > self._deadline or not self._waiting:
+            if self._is_stopped or time.monotonic() > self._deadline:
+                return None
+            if not self._waiting or not self._num_left:
                 return None
             # If a candidate was too large, no candidate that needs at least as much memory fits.
             # Such a candidate is postponed rather than dropped: its plan says by how much it is too
@@ -233,6 +256,7 @@ class _Search:
 
             candidate = next(filter(may_fit, self._waiting), self._waiting[0])
             self._waiting.remove(candidate)
+            self._num_left -= 1
             return len(self._all) - len(self._waiting), candidate
 
     def _plan(self, candidate: Candidate, label: str) -> Outcome:

@@ -5,9 +5,11 @@ from collections.abc import Iterable
 
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.plan_record import Plan
+from tpudist.planner.roofline.step_estimate import StepEstimate
 
 FITS, TOO_LARGE, FAILED, NOT_REACHED = "fits", "too large", "failed", "not reached"
 """Statuses of a candidate. A status is a plain string because `to_json` writes it."""
+_SPARE = 1.1  # of the memory: the estimate may be this much too high for a candidate that fits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Outcome:
         plan: Plan of the candidate; None if it failed or was not reached.
         reason: Reason of a failure, or of a candidate that was not reached.
         same_as: Name of an earlier candidate with the same program; or None.
+        estimate: Estimate without the compiler; None for devices without rates.
         remedy: For a candidate that is too large, the smallest change to a fitting candidate; None
             if no compiled candidate fits.
     """
@@ -43,6 +46,7 @@ class Outcome:
     reason: str = ""
     same_as: str | None = None
     remedy: Remedy | None = None
+    estimate: StepEstimate | None = None
 
     @property
     def step_s(self) -> float | None:
@@ -72,6 +76,25 @@ class SearchOutcomes:
     def of(self, status: str) -> tuple[Outcome, ...]:
         """Returns the outcomes with a status."""
         return tuple(x for x in self.outcomes if x.status == status)
+
+    @property
+    def estimated(self) -> tuple[Outcome, ...]:
+        """Candidates that were estimated and not compiled, the most promising first."""
+        found = [x for x in self.of(NOT_REACHED) if x.estimate]
+        return tuple(sorted(found, key=lambda x: promise(x.candidate, x.estimate)))
+
+
+def promise(candidate: Candidate, estimate: StepEstimate | None) -> tuple[int, float]:
+    """Returns the place of a candidate in the order of a search: the fast and small ones first.
+
+    Candidates without an estimate come before candidates that likely do not fit.
+    """
+    if estimate is None:
+        return (1, 0.0)
+    share = estimate.peak_bytes / estimate.capacity_bytes
+    if share > _SPARE:
+        return (2, share)
+    return (0, estimate.step_s / (candidate.batch or 1))
 
 
 def counts_tokens(fitting: Iterable[Outcome]) -> bool:

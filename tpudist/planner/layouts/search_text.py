@@ -26,6 +26,8 @@ from tpudist.planner.show.report_parts import MEMORY, SPEED, STEP_TIME, Lines, R
 from tpudist.planner.show.speed_text import format_step
 from tpudist.xla.estimate.step_time import TimeEstimate
 
+_NUM_ESTIMATED = 10
+"""Number of candidates to list that were estimated and not compiled."""
 _NUM_LARGEST = 2
 """Number of the largest buffers to name for a candidate that is too large."""
 
@@ -45,7 +47,9 @@ def describe_search(result: SearchOutcomes) -> Report:
     if failed := result.of(FAILED):
         lines = tuple(f"{x.candidate.name}: {x.reason}" for x in failed)
         sections.append(Lines(f"Failed ({len(failed)} of {num})", lines))
-    if late := result.of(NOT_REACHED):
+    if result.estimated:
+        sections.append(_table_of_estimates(result.estimated))
+    if late := tuple(x for x in result.of(NOT_REACHED) if x.estimate is None):
         title = f"Not reached within {format_seconds(result.time_budget_s)} ({len(late)} of {num})"
         sections.append(Lines(title, tuple(_group_by_reason(late))))
     best = f"best on {result.topology}: {result.best.candidate.name}" if result.best else ""
@@ -59,6 +63,9 @@ def _title_without_result(result: SearchOutcomes) -> str:
         return f"no candidate fits {result.topology}"
     if result.of(FAILED):
         return f"all that was tried for {result.topology} failed"
+    if result.estimated:
+        best = result.estimated[0].candidate.name
+        return f"most promising on {result.topology}: {best}"
     return (
         f"nothing was compiled for {result.topology} within {format_seconds(result.time_budget_s)}"
     )
@@ -98,6 +105,32 @@ def _table_of_fitting(outcomes: tuple[Outcome, ...]) -> TextTable:
     used = [i for i in range(len(columns)) if any(row[i] not in ("", "-") for row in rows)]
     return TextTable(
         tuple(columns[i] for i in used), tuple(tuple(row[i] for i in used) for row in rows), title
+    )
+
+
+def _table_of_estimates(outcomes: tuple[Outcome, ...]) -> TextTable:
+    columns = (
+        Column("layout", is_short=True),
+        Column("remat", is_short=True),
+        Column("microbatches", is_number=True, only_wide=True),
+        Column("step", is_number=True),
+        Column("memory", is_number=True),
+    )
+    num = len(outcomes)
+    title = f"Estimated and not compiled, the most promising {min(num, _NUM_ESTIMATED)} of {num}"
+    return TextTable(columns, tuple(map(_row_of_estimate, outcomes[:_NUM_ESTIMATED])), title)
+
+
+def _row_of_estimate(outcome: Outcome) -> tuple[str, ...]:
+    estimate = outcome.estimate
+    assert estimate is not None
+    share = format_share(estimate.peak_bytes / estimate.capacity_bytes)
+    return (
+        outcome.candidate.geometry,
+        outcome.candidate.remat,
+        str(outcome.candidate.microbatches),
+        f"~{format_seconds(estimate.step_s)}",
+        f"~{format_bytes(round(estimate.peak_bytes))} ({share})",
     )
 
 

@@ -8,6 +8,7 @@ times the size of the grid.
 
 import math
 import re
+from collections.abc import Sequence
 
 from tpudist.xla.hlo import kernel_bodies, shapes
 from tpudist.xla.hlo.hlo_module import Module
@@ -18,6 +19,11 @@ from tpudist.xla.hlo.instructions import Instruction
 # dQ. The fused kernel computes all three.
 _MATMULS = {"fwd": 2, "dkv": 4, "dq": 3, "fused": 5}
 _ATTENTION = re.compile(r"\b(?P<family>splash|flash)_(?:mha|mqa)_(?:bwd_)?(?P<part>fwd|dkv|dq)")
+# Names of dtypes in HLO and in JAX.
+_FLOATS = ("bf16", "f32", "f16", "bfloat16", "float32", "float16")
+_TABLES = ("s8", "s16", "s32", "int8", "int16", "int32")
+Operand = tuple[str, tuple[int, ...]]
+"""Dtype and shape of an operand."""
 _ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
 
 
@@ -34,7 +40,9 @@ def flops(module: Module, instruction: Instruction) -> float | None:
     if not is_kernel(instruction):
         return None
     if match := _attention(instruction):
-        return _attention_flops(module, instruction, match["family"], match["part"])
+        results = [array.dims for array in instruction.arrays]
+        operands = _operands_of(module, instruction)
+        return attention_flops(match[0], operands, results, instruction.attributes)
     if estimate := _ESTIMATE.search(instruction.attributes):
         return float(estimate[1])
     found = body(instruction)
@@ -49,10 +57,8 @@ def body(instruction: Instruction) -> kernel_bodies.KernelBody | None:
 def share_of_steps(module: Module, instruction: Instruction) -> float:
     """Returns the share of the steps of a kernel's grid that compute: less than 1 with a mask."""
     match = _attention(instruction)
-    keys = _shapes_of_attention(module, instruction)[1:2] if match else []
-    if not match or match["family"] != "splash" or not keys:
-        return 1.0
-    return _share_of_blocks(module, instruction, match["part"], keys[0][-2])
+    operands = _operands_of(module, instruction) if match else []
+    return attention_share(match[0], operands, instruction.attributes) if match else 1.0
 
 
 def has_unknown_work(module: Module, instruction: Instruction) -> bool:
@@ -86,7 +92,7 @@ def narrowest_dim(module: Module, instruction: Instruction) -> int | None:
     """Returns the narrowest dim of a kernel's matrix multiplications (`head_dim`), or None."""
     if not is_kernel(instruction) or not _attention(instruction):
         return None
-    found = _shapes_of_attention(module, instruction)
+    found = _shapes_of_attention(_operands_of(module, instruction))
     return found[0][-1] if found else None
 
 
@@ -100,49 +106,69 @@ def _attention(instruction: Instruction) -> re.Match | None:
     return _ATTENTION.search(instruction.name) or _ATTENTION.search(instruction.op_name)
 
 
-def _shapes_of_attention(module: Module, instruction: Instruction) -> list[tuple[int, ...]]:
+def _operands_of(module: Module, instruction: Instruction) -> list[Operand]:
+    arrays = [operand.arrays[0] for operand in module.operands_of(instruction)]
+    return [(array.dtype, array.dims) for array in arrays]
+
+
+def _shapes_of_attention(operands: Sequence[Operand]) -> list[tuple[int, ...]]:
     """Returns the shapes of queries, keys and values, [..., heads, length, head_dim]."""
     # They come first in all of JAX's attention kernels, before the logsumexp and gradients.
-    operands = (operand.arrays[0] for operand in module.operands_of(instruction))
-    floats = [a for a in operands if a.dtype in ("bf16", "f32", "f16") and len(a.dims) >= 2]
-    return [array.dims for array in floats[:3]]
+    return [dims for dtype, dims in operands if dtype in _FLOATS and len(dims) >= 2][:3]
 
 
-def _attention_flops(
-    module: Module, instruction: Instruction, family: str, part: str
+def attention_flops(
+    name: str,
+    operands: Sequence[Operand],
+    results: Sequence[tuple[int, ...]],
+    attributes: str,
 ) -> float | None:
-    found = _shapes_of_attention(module, instruction)
-    if len(found) < 3:
+    """Returns the operations of one of JAX's attention kernels; None for another kernel.
+
+    Args:
+        name: Text with the name of the kernel.
+        operands: Dtype and shape of each operand.
+        results: Shapes of the results.
+        attributes: Text with the block sizes of the kernel.
+    """
+    match, found = _ATTENTION.search(name), _shapes_of_attention(operands)
+    if match is None or len(found) < 3:
         return None
+    part = match["part"]
     queries, keys, _ = found
     *heads, length, head_dim = queries
-    products = "fused" if part == "dkv" and _returns_queries(instruction, queries) else part
+    products = "fused" if part == "dkv" and _returns_queries(results, queries) else part
     full = 2.0 * math.prod(heads) * length * keys[-2] * head_dim * _MATMULS[products]
-    if family == "flash":
-        return full
-    return full * _share_of_blocks(module, instruction, part, keys[-2])
+    return full * attention_share(name, operands, attributes)
 
 
-def _returns_queries(instruction: Instruction, queries: tuple[int, ...]) -> bool:
+def attention_share(name: str, operands: Sequence[Operand], attributes: str) -> float:
+    """Returns the share of the steps of an attention kernel that compute; see `attention_flops`."""
+    match, keys = _ATTENTION.search(name), _shapes_of_attention(operands)[1:2]
+    if not match or match["family"] != "splash" or not keys:
+        return 1.0
+    return _share_of_blocks(operands, attributes, match["part"], keys[0][-2])
+
+
+def _returns_queries(results: Sequence[tuple[int, ...]], queries: tuple[int, ...]) -> bool:
     # A backward kernel for keys and values that also returns the gradient of the queries returns it
     # with one more dim, the blocks of keys: [..., blocks, length, head_dim].
-    results = (array.dims for array in instruction.arrays if len(array.dims) > len(queries))
-    return any(dims[-2:] == queries[-2:] for dims in results)
+    larger = (dims for dims in results if len(dims) > len(queries))
+    return any(dims[-2:] == queries[-2:] for dims in larger)
 
 
-def _share_of_blocks(module: Module, instruction: Instruction, part: str, keys: int) -> float:
+def _share_of_blocks(operands: Sequence[Operand], attributes: str, part: str, keys: int) -> float:
     """Estimates the share of all blocks of queries and keys that a splash kernel visits."""
     # A masked kernel has tables of its blocks [heads, rows, columns] as operands, whose contents
     # are not in the text; an unmasked kernel has none. The mask is assumed to be causal: row i of
     # n visits the columns up to the diagonal. The columns of a table are the most that a row
     # visits, so a narrow table means a window: then a row visits only the last of these columns.
-    operands = (operand.arrays[0] for operand in module.operands_of(instruction))
-    tables = [a.dims for a in operands if a.dtype in ("s8", "s16", "s32") and len(a.dims) == 3]
+    tables = [dims for dtype, dims in operands if dtype in _TABLES and len(dims) == 3]
     if not tables:
         return 1.0
     _, rows, columns = tables[0]
     suffix = "" if part == "fwd" else f"_{part}"
-    block = re.search(rf"\bblock_kv{suffix}\W+(\d+)", instruction.attributes)
+    block = re.search(rf"\bblock_kv{suffix}\W+(\d+)", attributes)
     total = keys // int(block[1]) if block else columns
     visited = sum(min(columns, math.ceil((row + 1) * total / rows)) for row in range(rows))
     return visited / (rows * total)

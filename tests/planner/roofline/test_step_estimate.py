@@ -1,0 +1,112 @@
+"""Estimates of steps without the compiler: what products, sums, gathers and memory cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from tpudist import planner
+from tpudist.planner.roofline import operation_blocks
+from tpudist.planner.roofline.network import Network
+from tpudist.planner.roofline.operation_blocks import StepProgram
+from tpudist.planner.roofline.sharded_value import Value, reshape_axes
+from tpudist.planner.roofline.step_estimate import estimate
+from tpudist.xla.hardware.chips import CHIPS
+
+pytestmark = pytest.mark.libtpu
+ROWS, WIDTH = 8192, 4096
+
+
+def network(topology="v5e-8", **axes):
+    devices = np.array(planner.devices(topology)).reshape(tuple(axes.values()))
+    return Network(Mesh(devices, tuple(axes)), CHIPS[topology.partition("-")[0]])
+
+
+def program(fn, *inputs, replaced=(None,)):
+    """Traces a function of pairs of a shape and the axes of its dims, in bfloat16."""
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape, _ in inputs]
+    block = operation_blocks.read(jax.make_jaxpr(fn)(*arrays))
+    return StepProgram(block, tuple(axes for _, axes in inputs), replaced, {})
+
+
+def multiply(x, w):
+    return x @ w
+
+
+def test_a_product_takes_its_operations_at_the_rate_of_its_chip():
+    devices = network(data=8)
+    step = program(multiply, ((ROWS, WIDTH), (("data",), ())), ((WIDTH, WIDTH), ((), ())))
+    found = estimate(step, devices)
+    assert found.flops == 2 * ROWS * WIDTH * WIDTH / 8
+    assert found.step_s == pytest.approx(found.flops / devices.rates.flops_per_s())
+    assert found.waits_s == 0
+
+
+def test_a_product_over_a_split_dim_is_summed():
+    devices = network(tensor=8)
+    step = program(
+        multiply, ((ROWS, WIDTH), ((), ("tensor",))), ((WIDTH, WIDTH), (("tensor",), ()))
+    )
+    found = estimate(step, devices)
+    summed = devices.seconds("all-reduce", 2.0 * ROWS * WIDTH, frozenset(["tensor"]))
+    assert found.waits_s == pytest.approx(summed)
+
+
+@pytest.mark.parametrize(("topology", "is_hidden"), [("v5e-8", True), ("v6e-8", False)])
+def test_split_weights_are_gathered_and_hidden_where_the_compiler_does(topology, is_hidden):
+    devices = network(topology, fsdp=8)
+    rows = (8 * ROWS, WIDTH), (("fsdp",), ())
+    step = program(multiply, rows, ((WIDTH, WIDTH), (("fsdp",), ())))
+    found = estimate(step, devices)
+    gathered = devices.seconds("all-gather", 2.0 * WIDTH * WIDTH, frozenset(["fsdp"]))
+    assert found.flops == 2 * ROWS * WIDTH * WIDTH
+    assert found.waits_s == pytest.approx(0 if is_hidden else gathered)
+
+
+def test_a_gradient_is_summed_over_the_axis_of_the_rows():
+    def step(w, x):
+        return w - jax.grad(lambda w: (x @ w).astype(jnp.float32).mean())(w)
+
+    inputs = ((WIDTH, WIDTH), ((), ())), ((ROWS, WIDTH), (("data",), ()))
+    devices = network(data=8)
+    found = estimate(program(step, *inputs, replaced=(0,)), devices)
+    summed = devices.seconds("all-reduce", 2.0 * WIDTH * WIDTH, frozenset(["data"]))
+    assert found.waits_s == pytest.approx(summed)
+
+
+def test_a_loop_multiplies_its_body_and_keeps_its_stacked_results():
+    def step(x, ws):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, ws)[1]
+
+    devices = network(data=8)
+    inputs = ((ROWS, WIDTH), (("data",), ())), ((6, WIDTH, WIDTH), ((), (), ()))
+    found = estimate(program(step, *inputs), devices)
+    rows = 2 * ROWS * WIDTH / 8
+    weights = 6 * 2 * WIDTH * WIDTH
+    assert found.flops == 6 * 2 * ROWS * WIDTH * WIDTH / 8
+    assert 0 <= found.peak_bytes - (weights + rows + 6 * rows) <= 3 * rows
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "axes", "expected"),
+    [
+        ((8, 4, 6), (32, 6), (("a",), (), ()), (("a",), ())),
+        ((32, 6), (8, 4, 6), (("a",), ()), (("a",), (), ())),
+        ((6, 32), (6, 8, 4), ((), ("a", "b")), ((), ("a", "b"), ())),
+        ((1, 32), (32,), ((), ("a",)), (("a",),)),
+        ((2, 4), (8,), ((), ("a",)), ((),)),  # the rows would be mixed
+    ],
+)
+def test_a_reshape_keeps_the_axes_of_its_outer_dims(before, after, axes, expected):
+    sizes = {"a": 4, "b": 2}
+    local = tuple(
+        n // int(np.prod([sizes[x] for x in names])) for n, names in zip(before, axes, strict=True)
+    )
+    found, _ = reshape_axes(before, after, Value(local, axes, 1.0), sizes)
+    assert found == expected
+
+
+def test_rows_of_a_larger_axis_stay_on_one_device():
+    found, shape = reshape_axes((64, 5), (4, 16, 5), Value((1, 5), (("a",), ()), 1.0), {"a": 64})
+    assert (found, shape) == ((("a",), (), ()), (1, 1, 5))

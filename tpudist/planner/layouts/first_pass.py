@@ -1,0 +1,49 @@
+"""The first pass of a search: estimates all candidates without compiling them."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tpudist.planner.calibration import Calibration
+from tpudist.planner.layouts.candidates import Candidate
+from tpudist.planner.layouts.search_outcomes import promise
+from tpudist.planner.roofline.step_estimate import Estimator, StepEstimate
+from tpudist.planner.show.progress import Progress
+
+_log = logging.getLogger("tpudist")
+
+
+def estimate_all(
+    make_step: Callable[[Candidate], Sequence[Any]],
+    candidates: Sequence[Candidate],
+    calibration: Calibration | None,
+    report: Progress,
+    deadline: float,
+) -> dict[Candidate, StepEstimate]:
+    """Returns the estimates of the candidates that have one.
+
+    The devices of a candidate need published rates, and its step must be traceable.
+    """
+    estimator = Estimator(make_step, [x.replica_axes for x in candidates], calibration)
+    started = time.monotonic()
+    found: dict[Candidate, StepEstimate] = {}
+    for number, candidate in enumerate(candidates):
+        if time.monotonic() > deadline:
+            break
+        report(f"estimating {number + 1}/{len(candidates)}", time.monotonic() - started)
+        try:
+            estimate = estimator.estimate(candidate)
+        except Exception as error:  # of the user's function: planning the candidate reports it
+            _log.debug("no estimate of %s", candidate.name, exc_info=error)
+            continue
+        if estimate is not None:
+            found[candidate] = estimate
+    return found
+
+
+def order(
+    candidates: Sequence[Candidate], estimates: dict[Candidate, StepEstimate]
+) -> list[Candidate]:
+    """Returns the candidates, the most promising first; equal ones keep their order."""
+    return sorted(candidates, key=lambda x: promise(x, estimates.get(x)))

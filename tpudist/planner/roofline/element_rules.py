@@ -1,0 +1,273 @@
+"""Rules of operations on elements, changes of layout, and operations that only move bytes."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from tpudist.planner.roofline import hints
+from tpudist.planner.roofline.operation_blocks import Array, Operation
+from tpudist.planner.roofline.sharded_value import (
+    Axes,
+    Value,
+    names_in,
+    num_parts,
+    reshape_axes,
+    unsplit,
+)
+from tpudist.planner.roofline.walk_state import WalkState
+
+# Operations on elements through which the sum over replicas may wait.
+_LINEAR = frozenset(
+    "add add_any sub neg mul div select_n convert_element_type copy reduce_precision".split()
+)
+
+
+class ElementRules(WalkState):
+    """Rules of operations without products."""
+
+    def arrays(self, operation: Operation) -> list[Array]:
+        """Returns the complete shapes of the results."""
+        return [self.block.arrays[i] for i in operation.outputs]
+
+    def elementwise(self, operation: Operation) -> list[Value]:
+        """Applies an operation that computes each element from those at the same place."""
+        arrays = self.arrays(operation)
+        waits = self.depth > 0 or len(operation.inputs) == 1
+        values = self.operands(operation, keep_lazy=waits and operation.name in _LINEAR)
+        results = []
+        for number, array in zip(operation.outputs, arrays, strict=True):
+            shapes = [self.block.arrays[i].shape for i in operation.inputs]
+            same = [len(shape) == len(array.shape) for shape in shapes]
+            full = [v for v, shape in zip(values, shapes, strict=True) if shape == array.shape]
+            axes = self._join(full, array, self.wanted[number])
+            result = self.local(array, axes)
+            moved = [
+                self.reshard(v, _where_whole(axes, shape, array.shape)) if fits else v
+                for v, shape, fits in zip(values, shapes, same, strict=True)
+            ]
+            # Its shape may have parts that no axis names.
+            alike = [
+                v.shape for v, shape in zip(moved, shapes, strict=True) if shape == array.shape
+            ]
+            result.shape = tuple(map(min, zip(*alike, strict=True))) if alike else result.shape
+            result.reads = frozenset().union(*(v.reads for v in moved))
+            result.partial = frozenset().union(*(v.partial for v in moved))
+            result.partial -= names_in(axes)
+            result.is_single = all(v.is_single for v in moved)
+            if len(values) == 1:
+                result.origin = values[0].origin
+            results.append(result)
+        return results
+
+    def _join(self, values: Sequence[Value], array: Array, wanted: Axes | None) -> Axes:
+        """Returns the axes of an operation on elements: those of its largest operands first."""
+        found: list[tuple[str, ...]] = [()] * len(array.shape)
+        taken: set[str] = set()
+        ordered = sorted(values, key=lambda v: (not v.reads, -v.num_bytes * self._parts(v.axes)))
+        if wanted is not None and any(v.axes == wanted for v in ordered if v.reads):
+            return wanted
+        for value in ordered:
+            for dim, names in enumerate(value.axes):
+                if not found[dim] and not taken & set(names):
+                    found[dim] = names
+                    taken |= set(names)
+        return tuple(found)
+
+    def _parts(self, axes: Axes) -> int:
+        return math.prod(num_parts(names, self.sizes) for names in axes)
+
+    def _constraint(self, operation: Operation) -> list[Value]:
+        (value,) = self.operands(operation, keep_lazy=self.depth > 0)
+        (array,) = self.arrays(operation)
+        axes = hints.axes_of_constraint(operation, array.shape, value.axes, self.sizes, self.traced)
+        return [self.reshard(value, axes)]
+
+    def _barrier(self, operation: Operation) -> list[Value]:
+        return self.operands(operation, keep_lazy=True)
+
+    def _layout(
+        self, operation: Operation, axes: Axes, shape: tuple[int, ...], value: Value | None = None
+    ) -> list[Value]:
+        if value is None:
+            value = self.value(operation.inputs[0])
+        return [dataclasses.replace(value, axes=axes, shape=shape)]
+
+    def _transpose(self, operation: Operation) -> list[Value]:
+        value, order = self.value(operation.inputs[0]), operation.eqn.params["permutation"]
+        return self._layout(
+            operation, tuple(value.axes[i] for i in order), tuple(value.shape[i] for i in order)
+        )
+
+    def _reshape(self, operation: Operation) -> list[Value]:
+        value = self.value(operation.inputs[0])
+        before, (array,) = self.block.arrays[operation.inputs[0]], self.arrays(operation)
+        axes, shape = reshape_axes(before.shape, array.shape, value, self.sizes)
+        lost = names_in(value.axes) - names_in(axes)
+        if lost:
+            kept = tuple(tuple(n for n in names if n not in lost) for names in value.axes)
+            value = self.reshard(value, kept)
+            axes, shape = reshape_axes(before.shape, array.shape, value, self.sizes)
+        return self._layout(operation, axes, shape, value)
+
+    def _broadcast(self, operation: Operation) -> list[Value]:
+        (array,) = self.arrays(operation)
+        if not operation.inputs:
+            return [self.local(array, unsplit(len(array.shape)))]
+        value, dims = self.value(operation.inputs[0]), operation.eqn.params["broadcast_dimensions"]
+        axes, shape = list(unsplit(len(array.shape))), list(array.shape)
+        for dim, names, size in zip(dims, value.axes, value.shape, strict=True):
+            axes[dim] = names
+            shape[dim] = size if names or size > 1 else array.shape[dim]
+        # A request splits the new dims at no cost.
+        wanted = self.wanted[operation.outputs[0]]
+        taken = names_in(tuple(axes))
+        for dim, names in enumerate(wanted or ()):
+            if dim not in dims and not taken & set(names):
+                axes[dim], shape[dim] = names, -(-array.shape[dim] // num_parts(names, self.sizes))
+        return self._layout(operation, tuple(axes), tuple(shape), value)
+
+    def _part(self, operation: Operation) -> list[Value]:
+        """Applies an operation whose result has a part of the operand, such as a slice."""
+        value = self._whole_where_changed(operation)
+        before = self.block.arrays[operation.inputs[0]].shape
+        results = []
+        for array in self.arrays(operation):
+            axes, shape = _keep_dims(value, before, array)
+            result = dataclasses.replace(value, axes=axes, shape=shape, origin=None)
+            results.append(self.part(value, result) if value.reads else result)
+        return results
+
+    def _whole_where_changed(self, operation: Operation) -> Value:
+        """Returns the operand, gathered along dims whose size the operation changes."""
+        value, before = self.value(operation.inputs[0]), self.block.arrays[operation.inputs[0]]
+        (array, *_) = self.arrays(operation)
+        if len(array.shape) != len(before.shape):
+            return value
+        sizes = zip(before.shape, array.shape, value.axes, strict=True)
+        return self.reshard(value, tuple(names if a == b else () for a, b, names in sizes))
+
+    def _unstack(self, operation: Operation) -> list[Value]:
+        axis = operation.eqn.params.get("axis", 0)
+        value = self.value(operation.inputs[0])
+        value = self.reshard(value, _without(value.axes, {axis}))
+        dims = [i for i in range(len(value.shape)) if i != axis]
+        part = dataclasses.replace(
+            value,
+            axes=tuple(value.axes[i] for i in dims),
+            shape=tuple(value.shape[i] for i in dims),
+            origin=None,
+        )
+        return [self.part(value, part) if value.reads else part for _ in operation.outputs]
+
+    def _update(self, operation: Operation) -> list[Value]:
+        """Applies an operation that overwrites a part of its first operand in place."""
+        value, update = (self.value(i) for i in operation.inputs[:2])
+        if operation.name.startswith("scatter"):
+            update = self.value(operation.inputs[2])
+        partial = names_in(update.axes) - names_in(value.axes) if "add" in operation.name else set()
+        self.read_and_write([update], update)
+        result = dataclasses.replace(value, origin=None, partial=value.partial | partial)
+        if partial:
+            result = self.sum(result, self.wanted[operation.outputs[0]])
+        return [result]
+
+    def _memory_kind(self, operation: Operation) -> list[Value]:
+        results = []
+        for value, number, array in zip(
+            self.operands(operation), operation.inputs, self.arrays(operation), strict=True
+        ):
+            if array.is_on_host != self.block.arrays[number].is_on_host:
+                self.cost.exposed_s += self.network.host_seconds(value.num_bytes)
+                moved = self.new_value(value, is_live=not array.is_on_host)
+                results.append(moved)
+            else:
+                results.append(value)
+        return results
+
+    # Operations that read and write memory.
+
+    def _unknown(self, operation: Operation) -> list[Value]:
+        values = self.operands(operation)
+        results = []
+        pairs = list(zip(operation.inputs, values, strict=True))
+        for array in self.arrays(operation):
+            axes = unsplit(len(array.shape))
+            for number, value in pairs:
+                if len(value.shape) == len(axes):
+                    axes, _ = _keep_dims(value, self.block.arrays[number].shape, array)
+                    break
+            results.append(self.read_and_write(values, self.local(array, axes)))
+            values = []  # one operation reads them once
+        return results
+
+    def _reduce(self, operation: Operation) -> list[Value]:
+        values = self.operands(operation, keep_lazy=self.depth > 0)
+        dims = operation.eqn.params.get("axes", operation.eqn.params.get("dimensions", ()))
+        results = []
+        for value, number in zip(values, operation.outputs, strict=False):
+            kept = [i for i in range(len(value.shape)) if i not in dims]
+            partial = {name for i in dims for name in value.axes[i]}
+            result = Value(
+                tuple(value.shape[i] for i in kept),
+                tuple(value.axes[i] for i in kept),
+                self.block.arrays[number].item_bytes,
+                value.partial | partial,
+            )
+            result = self.read_and_write([value], result)
+            results.append(self.sum(result, self.wanted[number]))
+        return results
+
+    def _concatenate(self, operation: Operation) -> list[Value]:
+        (array,) = self.arrays(operation)
+        values = self.operands(operation)
+        dim = operation.eqn.params.get("dimension", operation.eqn.params.get("axis", 0))
+        is_stack = len(values[0].shape) < len(array.shape)
+        largest = max(values, key=lambda v: v.num_bytes)
+        axes = largest.axes if is_stack else _without(largest.axes, {dim})
+        moved = [self.reshard(v, axes) for v in values]
+        if is_stack:
+            axes = (*axes[:dim], (), *axes[dim:])
+        return [self.read_and_write(moved, self.local(array, axes))]
+
+    def _gather(self, operation: Operation) -> list[Value]:
+        table, indices = self.operands(operation)
+        (array,), params = self.arrays(operation), operation.eqn.params
+        numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
+        axes = list(unsplit(len(array.shape)))
+        batch = [i for i in range(len(array.shape)) if i not in numbers.offset_dims]
+        for dim, names in zip(batch, indices.axes, strict=False):
+            axes[dim] = names
+        taken = names_in(tuple(axes))
+        dims = [i for i in range(len(table.shape)) if i not in numbers.collapsed_slice_dims]
+        whole = self.block.arrays[operation.inputs[0]].shape
+        for out, dim in zip(numbers.offset_dims, dims, strict=False):
+            if sizes[dim] == whole[dim] and not taken & set(table.axes[dim]):
+                axes[out] = table.axes[dim]
+        # Devices with a part of the rows add up what they find.
+        rows = {n for d in numbers.collapsed_slice_dims for n in table.axes[d]} - taken
+        keep = names_in(tuple(axes)) | rows
+        table = self.reshard(table, tuple(tuple(n for n in x if n in keep) for x in table.axes))
+        result = self.local(array, tuple(axes))
+        result.partial = frozenset(rows)
+        found = self.read_and_write([self.part(table, result), indices], result)
+        return [self.sum(found, self.wanted[operation.outputs[0]])]
+
+
+def _keep_dims(value: Value, before: Sequence[int], array: Array) -> tuple[Axes, tuple[int, ...]]:
+    """Returns the axes and local shape of a result that changes the size of some dims."""
+    if len(before) != len(array.shape):
+        return unsplit(len(array.shape)), array.shape
+    same = [a == b for a, b in zip(before, array.shape, strict=True)]
+    axes = tuple(names if kept else () for kept, names in zip(same, value.axes, strict=True))
+    sizes = zip(same, value.shape, array.shape, strict=True)
+    return axes, tuple(local if kept else size for kept, local, size in sizes)
+
+
+def _where_whole(axes: Axes, shape: Sequence[int], full: Sequence[int]) -> Axes:
+    """Returns the axes of an operand whose dims of size 1 are repeated."""
+    dims = zip(axes, shape, full, strict=True)
+    return tuple(names if size == whole else () for names, size, whole in dims)
+
+
+def _without(axes: Axes, dims: set[int]) -> Axes:
+    return tuple(() if i in dims else names for i, names in enumerate(axes))

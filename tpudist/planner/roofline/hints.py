@@ -1,0 +1,137 @@
+"""The shardings that later operations of a program ask for.
+
+XLA decides the sharding of a value also by its users: the sum of a gradient is scattered if the
+optimizer needs a part. So constraints and the shardings of outputs travel backward through
+operations that compute each element from the same element of the operand.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from tpudist.planner.roofline.operation_blocks import Block, Operation
+from tpudist.planner.roofline.sharded_value import (
+    Axes,
+    Sizes,
+    Value,
+    fit,
+    local_shape,
+    reshape_axes,
+)
+from tpudist.programs import elementwise
+from tpudist.programs.jaxpr_structure import Scan
+
+ELEMENTWISE = elementwise.ALL
+
+
+def axes_of_spec(spec: Any, rank: int) -> Axes:
+    """Returns the axes of a partition spec; a dim that XLA may split has none."""
+    names = [
+        () if entry is None or entry is PartitionSpec.UNCONSTRAINED
+        else (entry,) if isinstance(entry, str) else tuple(entry)
+        for entry in (spec or ())
+    ]  # fmt: skip
+    return tuple(names) + ((),) * (rank - len(names))
+
+
+def find(
+    block: Block, outputs: Sequence[Axes | None], sizes: Sizes, traced: Sizes
+) -> list[Axes | None]:
+    """Returns the axes that the users of each value ask for; None for a value without a request.
+
+    Args:
+        block: The program.
+        outputs: Requests for the outputs.
+        sizes: Sizes of the mesh axes.
+        traced: Sizes of the mesh axes in the trace.
+    """
+    found: list[Axes | None] = [None] * len(block.arrays)
+    for number, axes in zip(block.outputs, outputs, strict=True):
+        found[number] = found[number] or axes
+    for operation in reversed(block.operations):
+        wanted = [found[i] for i in operation.outputs]
+        requests: Requests = ()
+        if operation.name == "optimization_barrier":
+            requests = list(zip(operation.inputs, wanted, strict=True))
+        elif isinstance(operation.structure, Scan):
+            loop = operation.structure
+            carry = operation.inputs[loop.num_consts : loop.num_consts + loop.num_carry]
+            requests = list(zip(carry, wanted, strict=False))
+        elif operation.name == "sharding_constraint":
+            array = block.arrays[operation.outputs[0]]
+            axes = axes_of_constraint(operation, array.shape, wanted[0], sizes, traced)
+            requests = [(operation.inputs[0], axes)]
+        elif wanted and wanted[0] is not None:
+            rule = _RULES.get(operation.name, _same if operation.name in ELEMENTWISE else None)
+            requests = rule(block, operation, wanted[0], sizes) if rule else ()
+        for number, axes in requests:
+            if found[number] is None:
+                found[number] = axes
+    return found
+
+
+Requests = Sequence[tuple[int, Axes | None]]
+_Rule = Callable[[Block, Operation, Axes, Sizes], Requests]
+
+
+def _same(block: Block, operation: Operation, wanted: Axes, _: Sizes) -> Requests:
+    shape = block.arrays[operation.outputs[0]].shape
+    return [(i, wanted) for i in operation.inputs if block.arrays[i].shape == shape]
+
+
+def axes_of_constraint(
+    operation: Operation, shape: Sequence[int], other: Axes | None, sizes: Sizes, traced: Sizes
+) -> Axes:
+    """Returns the axes of a constraint; its open dims have those of `other`."""
+    spec = axes_of_spec(operation.eqn.params["sharding"].spec, len(shape))
+    axes = fit(shape, spec, sizes, traced)
+    if other is None:
+        return axes
+    open_dims = operation.eqn.params["unconstrained_dims"]
+    taken = {name for dim in axes for name in dim}
+    return tuple(
+        tuple(n for n in other[i] if n not in taken) if i in open_dims and not names else names
+        for i, names in enumerate(axes)
+    )
+
+
+def _transpose(_: Block, operation: Operation, wanted: Axes, _sizes: Sizes) -> Requests:
+    order = operation.eqn.params["permutation"]
+    return [(operation.inputs[0], tuple(wanted[order.index(i)] for i in range(len(order))))]
+
+
+def _broadcast(block: Block, operation: Operation, wanted: Axes, _: Sizes) -> Requests:
+    source = operation.inputs[0]
+    shape, full = block.arrays[source].shape, block.arrays[operation.outputs[0]].shape
+    dims = operation.eqn.params["broadcast_dimensions"]
+    same = zip(shape, dims, strict=True)
+    return [(source, tuple(wanted[dim] if size == full[dim] else () for size, dim in same))]
+
+
+def _reshape(block: Block, operation: Operation, wanted: Axes, sizes: Sizes) -> Requests:
+    before, after = (block.arrays[i[0]].shape for i in (operation.inputs, operation.outputs))
+    result = Value(local_shape(after, wanted, sizes), wanted, 1.0)
+    return [(operation.inputs[0], reshape_axes(after, before, result, sizes)[0])]
+
+
+def _stack(_: Block, operation: Operation, wanted: Axes, _sizes: Sizes) -> Requests:
+    axis = operation.eqn.params["axis"]
+    return [(i, wanted[:axis] + wanted[axis + 1 :]) for i in operation.inputs]
+
+
+def _first(_: Block, operation: Operation, wanted: Axes, _sizes: Sizes) -> Requests:
+    return [(operation.inputs[0], wanted)]
+
+
+_RULES: dict[str, _Rule] = {
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "stack": _stack,
+    "rev": _first,
+    "dynamic_update_slice": _first,
+    "scatter-add": _first,
+}

@@ -1,0 +1,96 @@
+"""Prices of computation and communication on the devices of a mesh: those of compiled programs."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from tpudist.xla.devices import slice_index
+from tpudist.xla.estimate.instruction_time import Rates
+from tpudist.xla.hardware import links
+from tpudist.xla.hardware.chips import Chip
+
+# Gathers of these generations run in parallel with the products of the same loop, by the schedules
+# of libtpu 0.0.50 (`xla.compiler.compiler_options`). Sums, and gathers of others, are waited for.
+_HIDE_GATHERS = ("v4", "v5e", "v5p", "tpu7x")
+_SUBLANES = 8  # rows of a tile of the vector unit: jax-ml/scaling-book, tpus.md
+
+
+class Network:
+    """The devices of a mesh and their links.
+
+    Attributes:
+        chip: Chip of the devices.
+        rates: Rates of one device.
+        sizes: Sizes of the mesh axes.
+        num_slices: Number of slices.
+        hides_gathers: Whether gathers run in parallel with products.
+    """
+
+    def __init__(self, mesh: Mesh, chip: Chip):
+        self.chip, self.rates = chip, Rates.of(chip)
+        self.sizes = {str(name): size for name, size in mesh.shape.items()}
+        self.hides_gathers = chip.generation in _HIDE_GATHERS
+        self._torus = links.Torus(mesh, chip)
+        self._positions = np.arange(mesh.size).reshape(mesh.devices.shape)
+        self._slices = [slice_index(device) for device in mesh.devices.flat]
+        self.num_slices = len({*self._slices})
+        self._dcn_bytes_per_s = chip.dcn_bytes_per_s / chip.devices_per_chip
+        self.seconds = functools.cache(self._seconds)
+
+    def _seconds(self, kind: str, num_bytes: float, axes: frozenset[str]) -> float:
+        """Returns the time of a collective of `num_bytes` along mesh axes.
+
+        A collective across slices runs inside each slice, and its part of each device between them.
+        """
+        group, num_slices = self._group(axes)
+        seconds = self._torus.route(kind, num_bytes, (group,)).seconds
+        if num_slices > 1:
+            sent = links.bytes_per_device(kind, num_bytes / len(group), num_slices)
+            seconds += sent / (self._dcn_bytes_per_s * links.dcn_share(kind))
+        return seconds
+
+    @functools.cache  # noqa: B019  (a network lives as long as one ranking)
+    def _group(self, axes: frozenset[str]) -> tuple[tuple[int, ...], int]:
+        """Returns the devices of one group in its first slice, and its number of slices."""
+        index = tuple(slice(None) if name in axes else 0 for name in self.sizes)
+        group = self._positions[index].reshape(-1).tolist()
+        first = self._slices[group[0]]
+        num_slices = len({self._slices[i] for i in group})
+        return tuple(i for i in group if self._slices[i] == first), num_slices
+
+    def product_seconds(
+        self, flops: float, kind: str, dims: tuple[float, float, float] | None, num_bytes: float
+    ) -> float:
+        """Returns the time of a matrix multiplication or convolution.
+
+        Args:
+            flops: Number of operations.
+            kind: Kind of its numbers.
+            dims: Rows, summed elements and columns of each matrix product; None for a convolution.
+            num_bytes: Bytes to and from HBM.
+        """
+        if dims:
+            # The unit multiplies squares of its width, and rows in tiles: the rest is padding.
+            rows, summed, columns = dims
+            width = self.rates.unit_width
+            small, large = sorted((rows, columns))
+            flops *= _pad(small, width) * _pad(large, _SUBLANES) * _pad(summed, width)
+        at_rate_s = flops / self.rates.flops_per_s((kind,))
+        return max(at_rate_s, num_bytes / self.rates.hbm_bytes_per_s)
+
+    def host_seconds(self, num_bytes: float) -> float:
+        """Returns the time of a copy to or from the host."""
+        return num_bytes / (self.chip.host_bytes_per_s / self.chip.devices_per_chip)
+
+
+def _pad(size: float, multiple: int) -> float:
+    """Returns the factor by which padding to a multiple enlarges a dim."""
+    return math.ceil(size / multiple) * multiple / size if size else 1.0
+
+
+def product_dims(*sizes: Sequence[int]) -> tuple[float, ...]:
+    """Returns the product of each group of dims."""
+    return tuple(float(math.prod(group)) for group in sizes)

@@ -1,0 +1,193 @@
+"""The program of a traced step as flat blocks of operations, read once for many layouts."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from tpudist.array_types import Shape
+from tpudist.planner.roofline.sharded_value import Axes
+from tpudist.programs import flat_program, jaxprs
+from tpudist.programs.jaxpr_structure import Call, Cond, Kernel, Scan, Structure, While
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Array:
+    """Complete shape of a value, and the bytes of an element."""
+
+    shape: Shape
+    item_bytes: float
+    is_on_host: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation of a block.
+
+    Attributes:
+        name: Name of the primitive.
+        eqn: The equation.
+        inputs: Numbers of the operands.
+        outputs: Numbers of the results.
+        structure: Programs inside it; None if it contains none.
+        bodies: These programs.
+        last_uses: Numbers that no later operation uses.
+    """
+
+    name: str
+    eqn: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    structure: Structure | None
+    bodies: tuple["Block", ...]
+    last_uses: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A program without calls.
+
+    Attributes:
+        inputs: Numbers of the inputs.
+        outputs: Numbers of the outputs.
+        operations: The operations that the outputs need, in order.
+        arrays: Shape of each value.
+        num_uses: Number of operations and outputs that use each value.
+        constants: Numbers of the constants.
+        accumulated: Values that an operation adds to an input, in its memory, without other uses.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    operations: tuple[Operation, ...]
+    arrays: tuple[Array, ...]
+    num_uses: tuple[int, ...]
+    constants: tuple[int, ...]
+    accumulated: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """A traced step, without a mesh.
+
+    Attributes:
+        block: The program.
+        axes: The mesh axes that split the dims of each input.
+        replaced: For each output, the number of the input that it replaces in memory; or None.
+        traced: Sizes of the mesh axes in the trace.
+        stands_in: Whether the mesh axis "data" stands for the replicas.
+    """
+
+    block: Block
+    axes: tuple[Axes, ...]
+    replaced: tuple[int | None, ...]
+    traced: dict[str, int]
+    stands_in: bool = False
+
+
+def find_replaced(block: Block, num_results: int) -> tuple[int | None, ...]:
+    """Returns the input that each output replaces: the first of its shape that is still free."""
+    free = list(range(len(block.inputs)))
+    replaced: list[int | None] = [None] * num_results
+    for number in block.outputs[num_results:]:
+        array = block.arrays[number]
+        match = next((i for i in free if block.arrays[block.inputs[i]] == array), None)
+        if match is not None:
+            free.remove(match)
+        replaced.append(match)
+    return tuple(replaced)
+
+
+@functools.lru_cache(maxsize=256)
+def read(program: jaxprs.Program) -> Block:
+    """Returns the block of a program."""
+    flat = flat_program.flatten(program, inline_calls=True)
+    arrays: dict[int, Array] = {i: _array(np.asarray(x)) for i, x in flat.constants.items()}
+    arrays |= zip(flat.inputs, map(_array_of, jaxprs.open_jaxpr(program).invars), strict=True)
+    needed = set(flat.outputs)
+    kept = []
+    for step in reversed(flat.steps):
+        arrays |= zip(step.outputs, map(_array_of, step.eqn.outvars), strict=False)
+        if step.eqn.effects or not needed.isdisjoint(step.outputs):
+            kept.append(step)
+            needed.update(step.inputs)
+    uses = [0] * flat.num_values
+    for number in flat.outputs:
+        uses[number] += 1
+    operations: list[Operation] = []
+    dead = needed.difference(flat.outputs)
+    for step in kept:  # from the last to the first
+        last_uses = tuple(dead.intersection(step.inputs))
+        last_uses += tuple(i for i in step.outputs if i not in needed)
+        dead.difference_update(last_uses)
+        for number in step.inputs:
+            uses[number] += 1
+        structure = jaxprs.structure_of(step.eqn)
+        operations.append(
+            Operation(
+                step.eqn.primitive.name,
+                step.eqn,
+                step.inputs,
+                step.outputs,
+                structure,
+                tuple(map(read, _bodies(step.eqn, structure))),
+                last_uses,
+            )
+        )
+    ordered = tuple(arrays.get(i, Array((), 0)) for i in range(flat.num_values))
+    return Block(
+        flat.inputs,
+        flat.outputs,
+        tuple(reversed(operations)),
+        ordered,
+        tuple(uses),
+        tuple(flat.constants),
+        frozenset(_find_accumulated(operations, flat.inputs, uses)),
+    )
+
+
+def _find_accumulated(
+    operations: Sequence[Operation], inputs: Sequence[int], uses: Sequence[int]
+) -> Iterator[int]:
+    for operation in operations:
+        if operation.name in ("add", "add_any") and not {*inputs}.isdisjoint(operation.inputs):
+            yield from (i for i in operation.inputs if i not in inputs and uses[i] == 1)
+
+
+def _bodies(eqn: Any, structure: Structure | None) -> Sequence[jaxprs.Program]:
+    """Returns the programs that an operation runs, except those of a kernel."""
+    if structure is None or isinstance(structure, Kernel):
+        return ()
+    closed = {id(jaxprs.open_jaxpr(x)): x for x in jaxprs.programs_of(eqn.params.values())}
+    if isinstance(structure, Scan | Call | While):
+        return (closed.get(id(structure.body), structure.body),)
+    if isinstance(structure, Cond):
+        return [closed.get(id(x), x) for x in structure.bodies]
+    return ()
+
+
+def _array_of(atom: Any) -> Array:
+    aval = atom.aval
+    space = str(getattr(aval, "memory_space", ""))
+    shape, dtype = jaxprs.shape_of(atom), jaxprs.dtype_of(atom)
+    return Array(tuple(shape), _item_bytes(dtype), space.endswith("Host"))
+
+
+def _array(value: np.ndarray) -> Array:
+    return Array(value.shape, _item_bytes(value.dtype))
+
+
+def _item_bytes(dtype: Any) -> float:
+    """Returns the bytes of an element; those of 4 bits share a byte."""
+    name = str(dtype)
+    if dtype is None or name.startswith("key"):
+        return 8.0 if dtype is not None else 0.0
+    return 0.5 if name in ("int4", "uint4") else float(np.dtype(dtype).itemsize)
+
+
+def is_scalar(array: Array) -> bool:
+    """Returns whether a value has at most one element."""
+    return math.prod(array.shape) <= 1

@@ -1,0 +1,217 @@
+"""Walks a program under given shardings: the time and the memory of one device, without compiling.
+
+The rules, fixed before any comparison with compiled programs:
+
+1. Operations on elements, and changes of layout, are fused into the operations that read them. They
+   cost what they read. A value with several users is written first if that is less to read.
+2. A product (matrix multiplication, convolution, kernel) takes its operations at the rate of large
+   products, or its bytes at the rate of HBM. The last operation on elements is part of it.
+3. An operand that is split over an axis which the product does not sum or keep is gathered; a
+   gathered value is used again in the same block. Devices add up sums over an axis with an
+   all-reduce, also where each needs only its part, as the compiled program does. It runs where the
+   product is; over replicas it runs once, where the state changes.
+4. Gathers run in parallel with the products of their block on chips that do so. Everything else is
+   waited for. Sums of less than 1 MiB in a block start together.
+5. Memory contains the arguments, each value until its last use, and the results of loops. The
+   body of a loop adds its own peak.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tpudist.planner.roofline import hints
+from tpudist.planner.roofline.operation_blocks import Array, Operation
+from tpudist.planner.roofline.product_rules import ProductRules
+from tpudist.planner.roofline.sharded_value import Axes, Value, fit, unsplit
+from tpudist.programs.jaxpr_structure import Cond, Kernel, Scan, While
+
+_ALL_REDUCES = frozenset("psum psum_invariant pmax pmin".split())
+_COLLECTIVES = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+class Walk(ProductRules):
+    """The walk over one block, with the rules of the operations."""
+
+    def apply(self, operation: Operation) -> list[Value]:
+        """Returns the results of an operation, and adds its cost."""
+        structure, name = operation.structure, operation.name
+        if isinstance(structure, Scan):
+            return self._scan(operation, structure)
+        if isinstance(structure, Kernel):
+            return self.kernel(operation, structure)
+        if name == "shard_map" and operation.bodies:
+            return self._shard_map(operation)
+        if isinstance(structure, Cond | While):
+            return self._branch(operation)
+        rule = _RULES.get(name)
+        if rule is not None:
+            return rule(self, operation)
+        if name in hints.ELEMENTWISE:
+            return self.elementwise(operation)
+        return self._unknown(operation)
+
+    def _inner(self, operation: Operation, which: int, depth: int) -> "Walk":
+        return Walk(operation.bodies[which], self.network, self.traced, self.lazy, depth)
+
+    def _scan(self, operation: Operation, loop: Scan) -> list[Value]:
+        values = [self._in_memory(i) for i in operation.inputs]
+        first = loop.num_consts + loop.num_carry
+        consts, carry = values[: loop.num_consts], values[loop.num_consts : first]
+        rows = []
+        for value in values[first:]:
+            whole = self.reshard(value, ((), *value.axes[1:])) if value.axes[0] else value
+            row = dataclasses.replace(
+                whole, shape=whole.shape[1:], axes=whole.axes[1:], origin=None, is_single=False
+            )
+            rows.append(self.part(whole, row) if whole.reads else row)
+        wanted = [self.wanted[i] for i in operation.outputs]
+        requests = [*wanted[: loop.num_carry], *(x and x[1:] for x in wanted[loop.num_carry :])]
+        for i, axes in enumerate(wanted[: loop.num_carry]):
+            carry[i] = carry[i] if axes is None else self.reshard(carry[i], axes)
+        body, outputs = self._run_loop_body(operation, consts, carry, rows, requests)
+        found = [x.axes for x in outputs[: loop.num_carry]]
+        if found != [x.axes for x in carry]:
+            # The carry is split as the body leaves it.
+            requests[: loop.num_carry] = found
+            carry = [self.reshard(x, axes) for x, axes in zip(carry, found, strict=True)]
+            body, outputs = self._run_loop_body(operation, consts, carry, rows, requests)
+        stacked = [
+            dataclasses.replace(x, shape=(loop.length, *x.shape), axes=((), *x.axes), origin=None)
+            for x in outputs[loop.num_carry :]
+        ]
+        arrays = self.arrays(operation)[loop.num_carry :]
+        on_device = sum(
+            x.num_bytes for x, a in zip(stacked, arrays, strict=True) if not a.is_on_host
+        )
+        self.mark_peak(on_device + body.cost.peak_bytes)
+        self.cost.add(body.cost, loop.length)
+        results = [self.new_value(x) for x in outputs[: loop.num_carry]]
+        return results + [
+            self.new_value(x, is_live=not a.is_on_host)
+            for x, a in zip(stacked, arrays, strict=True)
+        ]
+
+    def _run_loop_body(
+        self,
+        operation: Operation,
+        consts: list[Value],
+        carry: list[Value],
+        rows: list[Value],
+        requests: Sequence[Axes | None],
+    ) -> tuple["Walk", list[Value]]:
+        body = self._inner(operation, 0, self.depth + 1)
+        in_place = [True] * len(carry)
+        return body, body.run([*consts, *carry, *rows], requests, in_place)
+
+    def _in_memory(self, number: int) -> Value:
+        value = self.value(number)
+        if value.reads and self.is_fused(value):
+            value = self.write(value)
+            self.replace(number, value)
+        return value
+
+    def _branch(self, operation: Operation) -> list[Value]:
+        """Runs a loop of unknown length once, or the slowest branch."""
+        values = self.operands(operation)
+        structure, slowest = operation.structure, None
+        outputs: list[Value] = []
+        inputs = values[1:] if isinstance(structure, Cond) else values
+        if isinstance(structure, While):
+            inputs = values[structure.num_cond_consts :]
+        for which in range(len(operation.bodies)):
+            body = self._inner(operation, which, self.depth + 1)
+            results = body.run(inputs, [None] * len(operation.outputs))
+            if slowest is None or body.cost.seconds > slowest.seconds:
+                slowest, outputs = body.cost, results
+        if slowest is not None:
+            self.mark_peak(slowest.peak_bytes)
+            self.cost.add(slowest, 1)
+        return [self.new_value(x) for x in outputs]
+
+    def _shard_map(self, operation: Operation) -> list[Value]:
+        params, body_block = operation.eqn.params, operation.bodies[0]
+        inputs = []
+        for value, number, spec, inner in zip(
+            self.operands(operation),
+            operation.inputs,
+            params["in_specs"],
+            body_block.inputs,
+            strict=True,
+        ):
+            moved = self.reshard(value, self._axes_of_spec(spec, self.block.arrays[number]))
+            part = body_block.arrays[inner]
+            inputs.append(
+                Value(part.shape, unsplit(len(part.shape)), part.item_bytes, reads=moved.reads)
+            )
+        results, traced = [], 0.0
+        for array, spec, inner in zip(
+            self.arrays(operation), params["out_specs"], body_block.outputs, strict=True
+        ):
+            part = body_block.arrays[inner]
+            traced += math.prod(part.shape) * part.item_bytes
+            results.append(self.local(array, self._axes_of_spec(spec, array)))
+        # The body has the shapes of a device of the trace; its work follows its results.
+        share = sum(x.num_bytes for x in results) / traced if traced else 1.0
+        body = self._inner(operation, 0, self.depth + 1)
+        body.run(inputs, [None] * len(operation.outputs))
+        self.mark_peak(share * body.cost.peak_bytes)
+        self.cost.add(body.cost, 1, share)
+        return [self.new_value(x) for x in results]
+
+    def _axes_of_spec(self, spec: Any, array: Array) -> Axes:
+        names = hints.axes_of_spec(spec, len(array.shape))
+        return fit(array.shape, names, self.sizes, self.traced)
+
+    def _collective(self, operation: Operation) -> list[Value]:
+        params = operation.eqn.params
+        axes = params.get("axes", params.get("axis_name", ()))
+        names = frozenset([axes] if isinstance(axes, str) else [str(x) for x in axes])
+        kind = _COLLECTIVES.get(operation.name, "all-reduce")
+        results = []
+        for value, array in zip(self.operands(operation), self.arrays(operation), strict=True):
+            result = self.local(array, unsplit(len(array.shape)))
+            if len(result.shape) == len(value.shape) and kind == "all-reduce":
+                result = dataclasses.replace(value, origin=None)
+            self.communicate(kind, max(value.num_bytes, result.num_bytes), names)
+            results.append(self.new_value(result))
+        return results
+
+
+_Rule = Callable[[Walk, Operation], list[Value]]
+_RULES: dict[str, _Rule] = {
+    "sharding_constraint": Walk._constraint,
+    "optimization_barrier": Walk._barrier,
+    "transpose": Walk._transpose,
+    "reshape": Walk._reshape,
+    "squeeze": Walk._reshape,
+    "expand_dims": Walk._reshape,
+    "broadcast_in_dim": Walk._broadcast,
+    "iota": Walk._broadcast,
+    "rev": Walk._part,
+    "slice": Walk._part,
+    "dynamic_slice": Walk._part,
+    "unstack": Walk._unstack,
+    "dynamic_update_slice": Walk._update,
+    "scatter": Walk._update,
+    "scatter-add": Walk._update,
+    "device_put": Walk._memory_kind,
+    "concatenate": Walk._concatenate,
+    "stack": Walk._concatenate,
+    "gather": Walk._gather,
+    "dot_general": Walk._dot,
+    "conv_general_dilated": Walk._convolution,
+    "ragged_dot_general": Walk._group_product,
+    **dict.fromkeys(
+        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split(),
+        Walk._reduce,
+    ),
+    **dict.fromkeys((*_ALL_REDUCES, *_COLLECTIVES), Walk._collective),
+}

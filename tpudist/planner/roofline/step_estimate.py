@@ -1,0 +1,208 @@
+"""The estimate of a step for a candidate: one trace for many layouts, and a walk for each."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from tpudist.planner.calibration import Calibration
+from tpudist.planner.roofline import hints, operation_blocks
+from tpudist.planner.roofline.network import Network
+from tpudist.planner.roofline.operation_blocks import StepProgram
+from tpudist.planner.roofline.program_walk import Walk
+from tpudist.planner.roofline.sharded_value import Axes, Buffer, Value, fit, local_shape
+from tpudist.xla.array_attributes import sharding_of
+from tpudist.xla.estimate.error_bar import slowdown_of_slices
+from tpudist.xla.hardware import chips
+from tpudist.xla.mesh import REPLICA_AXIS, make_mesh
+
+_log = logging.getLogger("tpudist")
+
+# The axis inside a replica that stands for the replicas in a trace: it splits the batch, and
+# nothing else.
+_STAND_IN = "data"
+# Axes whose size decides which operations a program has, such as the rounds of a ring.
+_FIXED_AXES = ("sequence", "stage")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEstimate:
+    """Estimate of a step without compiling it; see `program_walk` for its rules.
+
+    Attributes:
+        step_s: Seconds of a step.
+        peak_bytes: Memory of a device at the peak.
+        capacity_bytes: Memory that a program can use.
+        compute_s: Seconds of products and of reading and writing.
+        waits_s: Seconds of communication that no product hides.
+        flops: Operations of products on a device.
+        hbm_bytes: Bytes to and from HBM on a device.
+    """
+
+    step_s: float
+    peak_bytes: float
+    capacity_bytes: float
+    compute_s: float
+    waits_s: float
+    flops: float
+    hbm_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the estimated memory suffices."""
+        return self.peak_bytes <= self.capacity_bytes
+
+
+def estimate(program: StepProgram, network: Network) -> StepEstimate:
+    """Returns the estimate of a program on the devices of a network."""
+    sizes, block = network.sizes, program.block
+    axes: list[Axes] = []
+    inputs, held = [], 0.0
+    for i, (number, names) in enumerate(zip(block.inputs, program.axes, strict=True)):
+        array = block.arrays[number]
+        own = fit(array.shape, names, sizes, program.traced)
+        value = Value(local_shape(array.shape, own, sizes), own, array.item_bytes)
+        buffer = Buffer(value.num_bytes)
+        value.reads, value.is_single = frozenset((buffer,)), False
+        value.is_state = i in program.replaced
+        inputs.append(value)
+        axes.append(own)
+        held += 0.0 if array.is_on_host else value.num_bytes
+    lazy = frozenset((_STAND_IN,)) if program.stands_in else frozenset[str]()
+    walk = Walk(block, network, program.traced, lazy)
+    wanted = [None if i is None else axes[i] for i in program.replaced]
+    walk.run(inputs, wanted, [i is not None for i in program.replaced])
+    cost, chip = walk.cost, network.chip
+    seconds = max(cost.seconds, cost.hbm_bytes / network.rates.hbm_bytes_per_s)
+    return StepEstimate(
+        step_s=seconds * (1 + slowdown_of_slices(network.num_slices)),
+        peak_bytes=held + cost.peak_bytes,
+        capacity_bytes=chip.compiler_hbm_bytes / chip.devices_per_chip,
+        compute_s=cost.compute_s,
+        waits_s=cost.seconds - cost.compute_s,
+        flops=cost.flops,
+        hbm_bytes=cost.hbm_bytes,
+    )
+
+
+def trace(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> StepProgram:
+    """Returns the program of a step of a strategy, which is traced and not lowered."""
+    with strategy.scope():
+        twin = strategy._twin(None)
+        call = strategy._move_arguments(fn, args, kwargs, twin)
+        with twin._use_mesh():
+            traced, inputs = twin._replicator.trace(fn, call.args, call.kwargs)
+    closed = traced.program.closed
+    block = operation_blocks.read(closed)
+    mesh = twin.mesh
+    return StepProgram(
+        block,
+        tuple(
+            _axes_of(x, block.arrays[number].shape)
+            for x, number in zip(inputs, block.inputs, strict=True)
+        ),
+        operation_blocks.find_replaced(block, traced.found.num_results),
+        {str(name): size for name, size in mesh.shape.items()},
+    )
+
+
+def _axes_of(array: Any, shape: Sequence[int]) -> Axes:
+    sharding = sharding_of(array)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else ()
+    stacked = len(getattr(array, "shape", ())) - len(shape)  # a dim of replicas
+    return hints.axes_of_spec(tuple(spec)[max(0, stacked) :], len(shape))
+
+
+class Estimator:
+    """Estimates candidates of a search.
+
+    Args:
+        make_step: Called with a candidate, as in `planner.search`.
+        geometries: Axes inside a replica of all candidates.
+        calibration: Measured rates.
+    """
+
+    def __init__(
+        self,
+        make_step: Callable[[Any], Sequence[Any]],
+        geometries: Sequence[Mapping[str, int]],
+        calibration: Calibration | None = None,
+    ):
+        self._make_step = make_step
+        self._names = sorted({name for axes in geometries for name in axes if axes[name] > 1})
+        self._calibration = calibration
+        self._programs: dict[Any, StepProgram | None] = {}
+        self._networks: dict[Any, Network] = {}
+
+    def estimate(self, candidate: Any) -> StepEstimate | None:
+        """Returns the estimate of a candidate; None for devices without rates.
+
+        Raises:
+            Exception: What the function that makes the step raises.
+        """
+        chip = chips.chip_of_device(candidate.devices[0])
+        if chip is None:
+            return None
+        if self._calibration is not None:
+            chip = self._calibration.apply(chip)
+        program = self._find_program(candidate)
+        mesh = make_mesh(list(candidate.devices), candidate.replica_axes).mesh
+        key = (candidate.topology, candidate.geometry, program.stands_in)
+        if key not in self._networks:
+            if program.stands_in:
+                names = [_STAND_IN if x == REPLICA_AXIS else x for x in mesh.axis_names]
+                mesh = Mesh(mesh.devices, names, axis_types=mesh.axis_types)
+            self._networks[key] = Network(mesh, chip)
+        return estimate(program, self._networks[key])
+
+    def _find_program(self, candidate: Any) -> StepProgram:
+        """Returns the program of a candidate, perhaps with axes of other sizes."""
+        axes = candidate.replica_axes
+        fixed = {name: axes[name] for name in _FIXED_AXES if axes.get(name, 1) > 1}
+        kind = candidate.devices[0].device_kind
+        key = (kind, candidate.remat, candidate.microbatches, candidate.batch, *fixed.items())
+        if key not in self._programs:
+            self._programs[key] = self._trace_for_all(candidate, fixed)
+        program = self._programs[key]
+        if program is not None:
+            return program
+        own = (*key, candidate.topology, candidate.geometry)
+        if own not in self._programs:
+            self._programs[own] = trace_step(self._make_step(candidate))
+        found = self._programs[own]
+        assert found is not None
+        return found
+
+    def _trace_for_all(self, candidate: Any, fixed: dict[str, int]) -> StepProgram | None:
+        """Returns a trace that serves all sizes of the axes; None if there is none."""
+        names = [name for name in self._names if name not in _FIXED_AXES]
+        if _STAND_IN in names:
+            return None
+        axes = {_STAND_IN: 2, **dict.fromkeys(names, 2), **fixed}
+        needed = math.prod(axes.values())
+        devices = _devices_like(candidate.devices, needed)
+        if devices is None:
+            return None
+        try:
+            shared = dataclasses.replace(candidate, replica_axes=axes, _devices=devices)
+            program = trace_step(self._make_step(shared))
+        except Exception as error:
+            _log.debug("no trace for all layouts", exc_info=error)
+            return None
+        return dataclasses.replace(program, stands_in=True)
+
+
+def trace_step(step: Sequence[Any]) -> StepProgram:
+    """Returns the program of what a function for `planner.search` returns."""
+    strategy, fn, args, *more = step
+    return trace(strategy, fn, args, (more[0] if more else {}).get("kwargs"))
+
+
+def _devices_like(devices: Sequence[jax.Device], needed: int) -> list[jax.Device] | None:
+    """Returns as many devices of the same kind; None if their slice has too few."""
+    found = list(devices)[:needed]
+    return found if len(found) == needed else None

@@ -1,0 +1,335 @@
+"""The state of a walk over a program: values on one device, their memory, and the time so far."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tpudist.planner.roofline import hints
+from tpudist.planner.roofline.network import Network
+from tpudist.planner.roofline.operation_blocks import Array, Block, Operation
+from tpudist.planner.roofline.sharded_value import (
+    Axes,
+    Buffer,
+    Sizes,
+    Value,
+    local_shape,
+    names_in,
+    num_parts,
+    unsplit,
+)
+
+_SMALL_SUM = 2**20  # bytes (rule 4)
+_MIN_SAVING = 1.5  # rule 1: sources of a value with several users over its own bytes
+
+
+@dataclasses.dataclass
+class Cost:
+    """The cost of a block on one device.
+
+    Attributes:
+        compute_s: Seconds of products and of reading and writing.
+        products_s: Part of `compute_s` that gathers run in parallel with.
+        gathers_s: Seconds of gathers.
+        exposed_s: Seconds of all other communication.
+        flops: Operations of products.
+        hbm_bytes: Bytes to and from HBM.
+        peak_bytes: Memory at the peak, without the inputs.
+        sums: Bytes of small sums, by their axes.
+    """
+
+    compute_s: float = 0.0
+    products_s: float = 0.0
+    gathers_s: float = 0.0
+    exposed_s: float = 0.0
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+    peak_bytes: float = 0.0
+    sums: dict[frozenset[str], float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the block."""
+        return self.compute_s + self.exposed_s + max(0.0, self.gathers_s - self.products_s)
+
+    def add(self, inner: "Cost", times: float, share: float = 1.0) -> None:
+        """Adds a block that runs `times` times, on a share of its traced arrays."""
+        waits = inner.seconds - inner.compute_s
+        self.compute_s += times * share * inner.compute_s
+        self.exposed_s += times * share * waits
+        self.flops += times * share * inner.flops
+        self.hbm_bytes += times * share * inner.hbm_bytes
+
+
+class WalkState:
+    """The walk over one block; `program_walk.Walk` has the rules of the operations.
+
+    Attributes:
+        block: The program.
+        network: Devices and prices.
+        traced: Sizes of the mesh axes in the trace.
+        lazy: Axes of replicas, over which only the state is summed.
+        depth: Number of loops around the block.
+        values: The values so far, by number.
+        wanted: Axes that the users of each value ask for.
+        cost: Cost so far.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        network: Network,
+        traced: Sizes,
+        lazy: frozenset[str],
+        depth: int = 0,
+    ):
+        self.block, self.network, self.traced = block, network, traced
+        self.sizes, self.lazy, self.depth = network.sizes, lazy, depth
+        self.values: list[Value | None] = [None] * len(block.arrays)
+        self.wanted: list[Axes | None] = []
+        self.cost = Cost()
+        self._live_bytes = 0.0
+        self._gathered: dict[Any, Value] = {}
+
+    def run(
+        self,
+        inputs: Sequence[Value],
+        wanted: Sequence[Axes | None],
+        in_place: Sequence[bool] = (),
+    ) -> list[Value]:
+        """Returns the outputs, and sets `cost`.
+
+        Args:
+            inputs: The inputs.
+            wanted: Axes that each output should have; None to leave it as it is.
+            in_place: Whether each output replaces an input.
+        """
+        block = self.block
+        self.wanted = hints.find(block, wanted, self.sizes, self.traced)
+        for number, value in zip(block.inputs, inputs, strict=True):
+            self._store(number, value)
+        for number in block.constants:
+            array = block.arrays[number]
+            shape = array.shape
+            constant = Value(shape, unsplit(len(shape)), array.item_bytes, is_state=True)
+            self._store(number, constant)
+        for operation in block.operations:
+            results = self.apply(operation)
+            is_state = all(self.value(i).is_state for i in operation.inputs)
+            for number, value in zip(operation.outputs, results, strict=True):
+                value.is_state = is_state
+                self._store(number, value)
+            self.mark_peak()
+            for number in operation.last_uses:
+                self._drop(number)
+        return self._finish(wanted, in_place)
+
+    def apply(self, operation: Operation) -> list[Value]:
+        """Returns the results of an operation, and adds its cost."""
+        raise NotImplementedError
+
+    def _finish(self, wanted: Sequence[Axes | None], in_place: Sequence[bool]) -> list[Value]:
+        outputs = []
+        for number, axes in zip(self.block.outputs, wanted, strict=True):
+            value = self.value(number)
+            if value.partial - self.lazy or (value.partial and not self.depth):
+                value = self.sum(value, axes, everything=not self.depth)
+            if axes is not None:
+                value = self.reshard(value, axes)
+            outputs.append(value)
+        # One loop over the elements writes them all, and reads each operand once.
+        sources: set[Buffer] = set()
+        for i, value in enumerate(outputs):
+            if self.is_fused(value):
+                sources |= value.reads
+                keeps = not (i < len(in_place) and in_place[i])
+                outputs[i] = self.new_value(value, is_live=keeps)
+                self._spend_bytes(value.num_bytes)
+        self._spend_bytes(sum(buffer.num_bytes for buffer in sources))
+        self.mark_peak()
+        for axes, num_bytes in self.cost.sums.items():
+            self.cost.exposed_s += self.network.seconds("all-reduce", num_bytes, axes)
+        return outputs
+
+    # Values.
+
+    def value(self, number: int) -> Value:
+        """Returns a value by its number."""
+        value = self.values[number]
+        assert value is not None, number
+        return value
+
+    def _store(self, number: int, value: Value) -> None:
+        uses = self.block.num_uses[number]
+        if uses > 1 and self.is_fused(value) and value.read_bytes > _MIN_SAVING * value.num_bytes:
+            value = self.write(value)
+        elif uses > 1 and value.is_single:
+            value = dataclasses.replace(value, is_single=False)
+        if value.origin is None:
+            value.origin = value
+        self.replace(number, value)
+
+    def replace(self, number: int, value: Value) -> None:
+        """Sets a value, which keeps its buffers alive."""
+        for buffer in value.reads:
+            buffer.users += 1
+        before, self.values[number] = self.values[number], value
+        if before is not None:
+            self._release(before)
+
+    def _drop(self, number: int) -> None:
+        value, self.values[number] = self.values[number], None
+        if value is not None:
+            self._release(value)
+
+    def _release(self, value: Value) -> None:
+        for buffer in value.reads:
+            buffer.users -= 1
+            if not buffer.users:
+                self._free(buffer)
+
+    def _free(self, buffer: Buffer) -> None:
+        self._live_bytes -= buffer.live_bytes
+        buffer.live_bytes = 0.0
+        for parent in buffer.parents:
+            parent.users -= 1
+            if not parent.users:
+                self._free(parent)
+
+    def is_fused(self, value: Value) -> bool:
+        """Returns whether a value is computed where it is read, and not in memory."""
+        return len(value.reads) != 1 or next(iter(value.reads)).num_bytes != value.num_bytes
+
+    def new_value(self, like: Value, *, is_product: bool = False, is_live: bool = True) -> Value:
+        """Returns a value in a buffer of its own."""
+        num_bytes = like.num_bytes
+        live = num_bytes if is_live else 0.0
+        self._live_bytes += live
+        buffer = Buffer(num_bytes, is_product=is_product, live_bytes=live)
+        reads = frozenset((buffer,))
+        return dataclasses.replace(like, reads=reads, is_single=True)
+
+    def part(self, value: Value, like: Value) -> Value:
+        """Returns a part of a value, which reads only its own bytes."""
+        for buffer in value.reads:
+            buffer.users += 1
+        view = Buffer(like.num_bytes, parents=tuple(value.reads))
+        return dataclasses.replace(like, reads=frozenset((view,)))
+
+    def write(self, value: Value) -> Value:
+        """Computes a fused value into memory."""
+        # The last operation on the result of a product is part of the product, which wrote it.
+        merged = [x for x in value.reads if x.is_product] if value.is_single else []
+        others = value.read_bytes - sum(x.num_bytes for x in merged)
+        self._spend_bytes(others + (0.0 if merged else value.num_bytes))
+        for buffer in merged:
+            self._free(buffer)
+        return self.new_value(value)
+
+    def mark_peak(self, extra: float = 0.0) -> None:
+        """Notes the memory in use, with `extra` bytes."""
+        self.cost.peak_bytes = max(self.cost.peak_bytes, self._live_bytes + extra)
+
+    # Time.
+
+    def _spend_bytes(self, num_bytes: float) -> None:
+        self.cost.hbm_bytes += num_bytes
+        self.cost.compute_s += num_bytes / self.network.rates.hbm_bytes_per_s
+
+    def read_and_write(self, values: Sequence[Value], result: Value) -> Value:
+        """Returns the result of an operation that is bound by memory."""
+        sources = frozenset().union(*(value.reads for value in values))
+        self._spend_bytes(sum(x.num_bytes for x in sources) + result.num_bytes)
+        return self.new_value(result)
+
+    def spend_product(self, seconds: float, flops: float, num_bytes: float) -> None:
+        """Adds a product."""
+        self.cost.compute_s += seconds
+        self.cost.products_s += seconds
+        self.cost.flops += flops
+        self.cost.hbm_bytes += num_bytes
+
+    def communicate(self, kind: str, num_bytes: float, axes: frozenset[str]) -> None:
+        """Adds a collective along axes."""
+        axes = frozenset(name for name in axes if self.sizes.get(name, 1) > 1)
+        if not axes:
+            return
+        if kind == "all-reduce" and (num_bytes < _SMALL_SUM or axes <= self.lazy):
+            self.cost.sums[axes] = self.cost.sums.get(axes, 0.0) + num_bytes
+        elif kind == "all-gather" and self.network.hides_gathers:
+            self.cost.gathers_s += self.network.seconds(kind, num_bytes, axes)
+        else:
+            self.cost.exposed_s += self.network.seconds(kind, num_bytes, axes)
+
+    # Shardings.
+
+    def sum(self, value: Value, target: Axes | None, *, everything: bool = False) -> Value:
+        """Returns a value whose devices have added up their addends, split as in `target`."""
+        axes = value.partial if everything else value.partial - self.lazy
+        if not axes:
+            return value
+        wanted = target or value.axes
+        shape, split = list(value.shape), list(value.axes)
+        # Over slices and replicas, only the part is summed that a device keeps.
+        inner = frozenset(axes - self.lazy)
+        self.communicate("all-reduce", value.num_bytes, inner)
+        for dim, names in enumerate(wanted):
+            for name in names:
+                if name in axes and name not in names_in(tuple(split)):
+                    if shape[dim] % self.sizes[name] == 0:
+                        shape[dim] //= self.sizes[name]
+                        split[dim] += (name,)
+        summed = Value(tuple(shape), tuple(split), value.item_bytes, value.partial - axes)
+        self.communicate("all-reduce", summed.num_bytes, frozenset(axes & self.lazy))
+        return self.new_value(summed)
+
+    def reshard(self, value: Value, target: Axes) -> Value:
+        """Returns a value with other axes: gathered, sliced or exchanged."""
+        if value.axes == target:
+            return value
+        have, want = names_in(value.axes), names_in(target)
+        place = {name: dim for dim, names in enumerate(target) for name in names}
+        moved = {
+            name
+            for dim, names in enumerate(value.axes)
+            for name in names
+            if name in want and place[name] != dim
+        }
+        shape = tuple(
+            max(1, size * num_parts(before, self.sizes) // num_parts(after, self.sizes))
+            for size, before, after in zip(value.shape, value.axes, target, strict=True)
+        )
+        result = dataclasses.replace(value, shape=shape, axes=target)
+        lost = frozenset(have - want)
+        if not lost and not moved:
+            # Each device keeps its own slice.
+            if not value.reads:
+                return result
+            part = self.part(value, result)
+            return part if self.is_fused(value) else self.read_and_write([part], part)
+        key = (value.origin, target, value.item_bytes)
+        found = self._gathered.get(key)
+        if found is not None:
+            return dataclasses.replace(found, origin=value.origin)
+        if moved:
+            self.communicate("all-to-all", max(value.num_bytes, result.num_bytes), frozenset(moved))
+        if lost:
+            self.communicate("all-gather", result.num_bytes, lost)
+        gathered = self.new_value(result)
+        if not value.partial:
+            self._gathered[key] = gathered
+        return gathered
+
+    def local(self, array: Array, axes: Axes) -> Value:
+        """Returns a value of this shape with axes; it reads nothing."""
+        return Value(local_shape(array.shape, axes, self.sizes), axes, array.item_bytes)
+
+    def operands(self, operation: Operation, *, keep_lazy: bool = False) -> list[Value]:
+        """Returns the operands, which are summed over replicas unless `keep_lazy`."""
+        found = []
+        for number in operation.inputs:
+            value = self.value(number)
+            if value.partial and not keep_lazy and self.wanted[number] is not None:
+                value = self.sum(value, self.wanted[number], everything=True)
+                self.replace(number, value)
+            found.append(value)
+        return found
