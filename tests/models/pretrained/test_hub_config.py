@@ -135,6 +135,7 @@ def test_a_missing_key_has_the_default_of_its_family(name, changes, expected):
         ("llama", {"rope_parameters": {"rope_type": "mrope"}}, "rope_parameters"),
         ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_parameters"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types"),
         ("gemma", {"hidden_act": "silu"}, "hidden_activation"),

@@ -9,7 +9,9 @@ from tpudist.models.presets import make_transformer
 from tpudist.models.pretrained.hub_config import parse_config, read_planned
 
 _NEVER_MAPPED = {"initializer_range": 0.02, "use_cache": True, "transformers_version": "4.57.0"}
-# The keys with an effect of each config.json, as published, and the parameters of its weights.
+# The keys with an effect of each config.json, as published, and the parameters of its weights:
+# `safetensors.total` of each model on the hub. keras-hub's presets of Mixtral 8x7B and Phi-3-mini
+# (`params`), and GGUF files of Qwen3-30B-A3B and gpt-oss-20b (`n_params`), have the same numbers.
 PUBLISHED = {
     "mistralai/Mixtral-8x7B-v0.1": (
         46_702_792_704,

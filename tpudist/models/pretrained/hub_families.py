@@ -146,6 +146,9 @@ def _parse_experts(values: Values, num_experts: str, mlp_dim: str) -> Values:
         mlp_dim: Key of the hidden width of each expert.
     """
     experts, choices = values[num_experts], values["num_experts_per_tok"]
+    for key, value in ((num_experts, experts), ("num_experts_per_tok", choices)):
+        if not value:
+            raise config_error(key, value, "has no experts")
     return {
         "num_experts": experts,
         "experts_per_token": choices,

@@ -243,6 +243,9 @@ def _experts(values: MaxTextValues, scale: int) -> Values:
     factor = values["capacity_factor"]
     is_grouped = values["sparse_matmul"]
     room = values.get("ragged_buffer_factor", -1.0) if is_grouped else factor
+    for key, value in (("num_experts", num_experts), ("num_experts_per_tok", choices)):
+        if value < 1:
+            raise _error(key, value, "must be at least 1; a model without experts has 1 of both")
     if num_experts == 1:
         return {}
     width = values.get("base_moe_mlp_dim", -1)

@@ -56,11 +56,12 @@ class MaxTextValues:
 
     Args:
         values: All values.
+        defaults: Values of the first file.
         chosen: Keys that are not only in the first file.
     """
 
-    def __init__(self, values: Values, chosen: set[str]):
-        self._values, self.chosen = values, chosen
+    def __init__(self, values: Values, defaults: Values, chosen: set[str]):
+        self._values, self._defaults, self.chosen = values, defaults, chosen
         self._read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
@@ -70,7 +71,13 @@ class MaxTextValues:
                 f"The configuration of MaxText has no key {key}. Pass MaxText's base.yml as the "
                 "first argument: it has the default of each key."
             )
-        return self._values[key]
+        value, default = self._values[key], self._defaults.get(key)
+        if default is not None and (kind := _mismatch(value, default)):
+            raise ValueError(
+                f"MaxText's configuration says {key}={value}, but this key is {kind}: "
+                f"{default} in the first file. Change the key."
+            )
+        return value
 
     def get(self, key: str, default: Any) -> Any:
         """Returns the value of a key that older files may lack."""
@@ -119,7 +126,22 @@ def read_values(arguments: Sequence[str]) -> MaxTextValues:
         model = _read_file(files[0].parent / "models" / f"{name}.yml")
         values |= model
         chosen |= set(model)
-    return MaxTextValues(values | written, chosen | set(written))
+    return MaxTextValues(values | written, _read_file(files[0]), chosen | set(written))
+
+
+def _mismatch(value: object, default: object) -> str:
+    """Returns the kind of value that a key needs; empty if the value has it."""
+    if isinstance(default, list) or isinstance(value, list):
+        return "" if type(value) is type(default) else f"a {type(default).__name__}"
+    if isinstance(default, bool) or not isinstance(default, int | float):
+        return ""
+    kind = "a whole number" if isinstance(default, int) else "a number"
+    try:
+        number = float(value)  # pyright: ignore[reportArgumentType] - YAML reads 1e-6 as a text
+    except (TypeError, ValueError):
+        return kind
+    is_whole = isinstance(default, float) or number.is_integer()
+    return "" if is_whole and not isinstance(value, bool) else kind
 
 
 def _read_file(file: Path) -> Values:
