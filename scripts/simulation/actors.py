@@ -17,7 +17,7 @@ from typing import Any
 from simulation.process import Process
 from simulation.scheduler import Task, Waker, current_task
 from simulation.simulation import Simulation
-from tpudist.engine.concurrency import Condition, Monitor, Thread, WaitingThreads
+from tpudist.engine.concurrency import Condition, MonitorCondition, MonitorLock, Thread
 from tpudist.engine.engine import Actor, ActorDied, ResultTimeout
 from tpudist.engine.seeded_concurrency import MIN_WAIT_S
 from tpudist.processes.host import this_host
@@ -46,7 +46,7 @@ class SimulatedConcurrency:
 
     def condition(self) -> Condition:
         """Returns a condition."""
-        return _Condition(_Lock())
+        return MonitorCondition(_Lock())
 
     def now_s(self) -> float:
         """Returns virtual time."""
@@ -67,21 +67,14 @@ class _Thread:
         return not self._thread.is_alive()
 
 
-class _Lock(Monitor):
+class _Lock(MonitorLock):
     def __init__(self):
         super().__init__()
         self._owner: Task | None = None
         self._waiting: list[Waker] = []
 
-    def enter(self, depth: int = 1) -> None:
-        me = current_task()
-        if self._owner is me:
-            self.depth += depth
-            return
-        while self._owner is not None and not self._owner.has_ended:
-            self._waiting.append(me.waker())
-            here().wait()
-        self._owner, self.depth = me, depth
+    def enter(self) -> None:
+        self.return_to(1)
 
     def leave(self) -> None:
         if self.depth == 1:
@@ -98,6 +91,23 @@ class _Lock(Monitor):
             wake(0.0)
         return depth
 
+    def return_to(self, entered: int) -> None:
+        me = current_task()
+        while self._owner not in (None, me) and not self._owner.has_ended:
+            self._waiting.append(me.waker())
+            here().wait()
+        self.depth = entered + (self.depth if self._owner is me else 0)
+        self._owner = me
+
+    def make_turn(self) -> _Turn:
+        return _Turn(current_task().waker())
+
+    def wait(self, turn: _Turn, timeout_s: float | None) -> None:
+        here().wait(None if timeout_s is None else max(timeout_s, MIN_WAIT_S))
+
+    def now_s(self) -> float:
+        return here().monotonic()
+
 
 class _Turn:
     def __init__(self, wake: Waker):
@@ -105,46 +115,6 @@ class _Turn:
 
     def release(self) -> None:
         self._wake(0.0)
-
-
-class _Condition(Condition):
-    def __init__(self, lock: _Lock):
-        self._lock, self._waiting = lock, WaitingThreads(lock)
-
-    def __enter__(self) -> Condition:
-        self._lock.enter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.leave()
-
-    def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        process = here()
-        if timeout_s is not None and timeout_s > 0:  # else rounding could stop virtual time
-            timeout_s = max(timeout_s, MIN_WAIT_S)
-        end_s = None if timeout_s is None else process.monotonic() + timeout_s
-        while not predicate():
-            left_s = None if end_s is None else end_s - process.monotonic()
-            if left_s is not None and left_s <= 0:
-                return False
-            turn = _Turn(current_task().waker())
-            self._waiting.add(turn, predicate)
-            depth = self._lock.leave_completely()
-            try:
-                process.wait(left_s)
-            finally:
-                self._lock.enter(depth)
-                self._waiting.remove(turn)
-        return True
-
-    def notify_all(self) -> None:
-        self._waiting.notify_all()
-
-    def notify_one(self) -> None:
-        self._waiting.notify_one()
-
-    def branch(self) -> Condition:
-        return _Condition(self._lock)
 
 
 class _Future:
@@ -234,12 +204,12 @@ class SimulatedEngine:
 
     def kill(self, actor: Actor, why: str = "it was killed") -> None:
         """Ends an actor; its results no longer count, even if its host cannot be reached."""
-        self.actors[actor].kill(why)
+        self.actors[actor].end_actor(why)
 
     def shutdown(self) -> None:
         """Ends all actors."""
         for process in self.actors.values():
-            process.kill("the engine was shut down")
+            process.end_actor("the engine was shut down")
 
 
 class ActorProcess(Process):
@@ -276,7 +246,7 @@ class ActorProcess(Process):
         )
         return future
 
-    def kill(self, why: str) -> None:
+    def end_actor(self, why: str) -> None:
         """Ends the process."""
         if self._why or self.exit_code is not None:
             return

@@ -4,6 +4,7 @@ Code that uses only these can be replayed: `seeded_concurrency` implements them 
 chooses which thread continues.
 """
 
+import abc
 import collections
 import contextlib
 import itertools
@@ -85,7 +86,7 @@ class SystemConcurrency:
 
     def condition(self) -> Condition:
         """Returns a new condition."""
-        return _SystemCondition()
+        return MonitorCondition(_SystemLock())
 
     def now_s(self) -> float:
         """Returns monotonic time in seconds."""
@@ -202,7 +203,100 @@ def _may_hold(predicate: Callable[[], bool]) -> bool:
         return True
 
 
-class _SystemLock(Monitor):
+class MonitorCondition(Condition):
+    """A condition that wakes only threads whose predicate holds.
+
+    Most notifications concern one of several waiting threads. The notifying thread therefore
+    evaluates all predicates itself, when it leaves the condition: that takes a microsecond for
+    each, while waking a thread costs two switches and the time until it gets Python's lock. If the
+    number of waiting threads grows with the number of actors, use `notify_one`, or a branch for
+    each thread.
+
+    Args:
+        lock: Lock that the branches of the condition share.
+    """
+
+    def __init__(self, lock: "MonitorLock"):
+        self._lock, self._waiting = lock, WaitingThreads(lock)
+
+    def __enter__(self) -> Condition:
+        self._lock.enter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.leave()
+
+    def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """See `Condition`."""
+        if predicate():
+            return True
+        lock = self._lock
+        end_s = None if timeout_s is None else lock.now_s() + timeout_s
+        left_s = timeout_s
+        while left_s is None or left_s > 0:
+            # A new turn each time. The last one may have been given after its wait had ended by the
+            # timeout; a lock that is released twice is an error.
+            turn = lock.make_turn()
+            self._waiting.add(turn, predicate)
+            try:
+                entered = lock.leave_completely()
+                try:
+                    lock.wait(turn, left_s)
+                finally:
+                    lock.return_to(entered)
+            finally:
+                self._waiting.remove(turn)
+            if predicate():
+                return True
+            left_s = None if end_s is None else end_s - lock.now_s()
+        return False
+
+    def notify_all(self) -> None:
+        """See `Condition`."""
+        self._waiting.notify_all()
+
+    def notify_one(self) -> None:
+        """See `Condition`."""
+        self._waiting.notify_one()
+
+    def branch(self) -> Condition:
+        """See `Condition`."""
+        return MonitorCondition(self._lock)
+
+
+class MonitorLock(Monitor, abc.ABC):
+    """A reentrant lock for `MonitorCondition`, with the clock and the waits of its threads."""
+
+    @abc.abstractmethod
+    def enter(self) -> None:
+        """Waits for the lock."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Leaves the lock once."""
+
+    @abc.abstractmethod
+    def leave_completely(self) -> Any:
+        """Leaves the lock as often as it was entered; returns what `return_to` needs."""
+
+    @abc.abstractmethod
+    def return_to(self, entered: Any) -> None:
+        """Enters the lock as often as it was left."""
+
+    @abc.abstractmethod
+    def make_turn(self) -> Any:
+        """Returns a `Turn` for the present thread, for one wait."""
+
+    @abc.abstractmethod
+    def wait(self, turn: Any, timeout_s: float | None) -> None:
+        """Waits for the turn."""
+
+    @abc.abstractmethod
+    def now_s(self) -> float:
+        """Returns monotonic time in seconds."""
+
+
+class _SystemLock(MonitorLock):
     def __init__(self):
         super().__init__()
         self._rlock: Any = threading.RLock()
@@ -221,71 +315,25 @@ class _SystemLock(Monitor):
         self._rlock.release()
 
     def leave_completely(self) -> tuple[int, Any]:
-        """Leaves the lock as often as it was entered; returns what `return_to` needs."""
         depth, self.depth = self.depth, 0
         if self.notified:
             self.wake_notified()
         return depth, self._rlock._release_save()
 
     def return_to(self, entered: tuple[int, Any]) -> None:
-        """Enters the lock as often as it was left."""
         # Not `acquire`, which a signal interrupts: the caller would be without the lock that it is
         # about to leave. `threading.Condition` uses these methods, too.
         depth, state = entered
         self._rlock._acquire_restore(state)
         self.depth = depth
 
+    def make_turn(self) -> threading.Lock:
+        turn = threading.Lock()
+        turn.acquire()
+        return turn
 
-class _SystemCondition(Condition):
-    """A condition that wakes only threads whose predicate holds.
+    def wait(self, turn: threading.Lock, timeout_s: float | None) -> None:
+        turn.acquire(timeout=-1 if timeout_s is None else min(timeout_s, _MAX_WAIT_S))
 
-    Most notifications concern one of several waiting threads. The notifying thread therefore
-    evaluates all predicates itself, when it leaves the condition: that takes a microsecond for
-    each, while waking a thread costs two switches and the time until it gets Python's lock. If the
-    number of waiting threads grows with the number of actors, use `notify_one`, or a branch for
-    each thread.
-    """
-
-    def __init__(self, lock: _SystemLock | None = None):
-        self._lock = _SystemLock() if lock is None else lock
-        self._waiting = WaitingThreads(self._lock)
-
-    def __enter__(self) -> Condition:
-        self._lock.enter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.leave()
-
-    def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        if predicate():
-            return True
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        left_s = timeout_s
-        while left_s is None or left_s > 0:
-            # A new turn each time. The last one may have been given after its wait had ended by the
-            # timeout; a lock that is released twice is an error.
-            turn = threading.Lock()
-            turn.acquire()
-            self._waiting.add(turn, predicate)
-            try:
-                entered = self._lock.leave_completely()
-                try:
-                    turn.acquire(timeout=-1 if left_s is None else min(left_s, _MAX_WAIT_S))
-                finally:
-                    self._lock.return_to(entered)
-            finally:
-                self._waiting.remove(turn)
-            if predicate():
-                return True
-            left_s = None if end_s is None else end_s - time.monotonic()
-        return False
-
-    def notify_all(self) -> None:
-        self._waiting.notify_all()
-
-    def notify_one(self) -> None:
-        self._waiting.notify_one()
-
-    def branch(self) -> Condition:
-        return _SystemCondition(self._lock)
+    def now_s(self) -> float:
+        return time.monotonic()
