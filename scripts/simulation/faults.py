@@ -116,12 +116,33 @@ def misbehavior(faults: Sequence[Fault]) -> Callable[[Process, int], None]:
 
 
 def inject(
+    simulation: Simulation,
+    faults: Sequence[Fault],
+    find: Callable[[Fault], Process | None],
+    program: Callable[[Process], None] = lambda process: None,
+) -> None:
+    """Injects faults at their times.
+
+    Args:
+        simulation: The run.
+        faults: The faults.
+        find: Returns the process that a fault hits at its time, if there is one.
+        program: Program of processes that a fault starts.
+    """
+
+    def strike(fault: Fault) -> None:
+        process = find(fault)
+        if process is not None and process.exit_code is None:
+            _strike(simulation, fault, process, program)
+
+    for fault in faults:
+        simulation.scheduler.at(fault.at_s, lambda fault=fault: strike(fault))
+
+
+def _strike(
     simulation: Simulation, fault: Fault, process: Process, program: Callable[[Process], None]
 ) -> None:
-    """Lets a fault happen to a process, if it still runs."""
     scheduler = simulation.scheduler
-    if process.exit_code is not None:
-        return
     match fault.kind:
         case Kind.CRASH:
             simulation.kill(process)

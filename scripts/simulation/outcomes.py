@@ -35,6 +35,21 @@ class Outcome:
     fingerprint: tuple[float, int]
     known_s: float
 
+    @classmethod
+    def of(
+        cls,
+        simulation: Simulation,
+        drawn: Sequence[Fault],
+        cause: str,
+        problems: list[str],
+        processes: Sequence[Process],
+    ) -> Outcome:
+        """Returns the outcome of a run that has ended, with the end of these processes."""
+        fingerprint = simulation.scheduler.now_s, simulation.scheduler.num_events
+        first_s = min((x.at_s for x in drawn), default=0.0)
+        known_s = max(x.ended_s for x in processes) - first_s
+        return cls(drawn, cause, problems, fingerprint, known_s)
+
 
 def run(
     seed: int, count: int | None = None, kind: Kind | None = None, num_faults: int | None = None
@@ -67,12 +82,7 @@ def run_with(
     """Returns how a run with certain faults ended, and its processes; see `training`."""
     mesh, misbehave = Mesh(simulation.count), faults.misbehavior(drawn)
     program = training(mesh, STEPS, STEP_S, meet=True, fault=misbehave, notice=notice)
-
-    def inject(fault: Fault) -> None:
-        faults.inject(simulation, fault, simulation.processes[fault.process], program)
-
-    for fault in drawn:
-        simulation.scheduler.at(fault.at_s, lambda fault=fault: inject(fault))
+    faults.inject(simulation, drawn, lambda x: simulation.processes[x.process], program)
     has_ended = simulation.run(program, max((x.at_s for x in drawn), default=0.0) + END_S)
     outcome = _judge(simulation, drawn, has_ended)
     return outcome, [*simulation.processes, *simulation.former]
@@ -142,10 +152,7 @@ def _judge(simulation: Simulation, drawn: Sequence[Fault], has_ended: bool) -> O
     steps = {x.progress for x in witnesses if x.has_finished}
     if len(steps) > 1:
         problems.append(f"processes stopped after different numbers of steps: {steps}")
-    first_s = min((x.at_s for x in drawn), default=0.0)
-    known_s = max(x.ended_s for x in everyone) - first_s
-    fingerprint = simulation.scheduler.now_s, simulation.scheduler.num_events
-    return Outcome(drawn, "; ".join(causes), problems, fingerprint, known_s)
+    return Outcome.of(simulation, drawn, "; ".join(causes), problems, everyone)
 
 
 def _find_unexplained(harmful: Sequence[Fault], everyone: Sequence[Process]) -> list[str]:

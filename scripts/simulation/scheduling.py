@@ -154,15 +154,13 @@ def run_with(scheduled: ScheduledRun, drawn: Sequence[Fault]) -> tuple[Outcome, 
     """Returns how a run with certain faults ended. Servers have the first numbers."""
     simulation, num_servers = scheduled.simulation, scheduled.num_servers
 
-    def inject(fault: Fault) -> None:
+    def find(fault: Fault) -> Process | None:
         is_server = fault.process < num_servers
         role = ("ps", fault.process) if is_server else ("worker", fault.process - num_servers)
         actors = [x for a, x in scheduled.engine.actors.items() if (a.role, a.index) == role]
-        if actors:
-            faults.inject(simulation, fault, actors[-1], lambda process: None)
+        return actors[-1] if actors else None
 
-    for fault in drawn:
-        simulation.scheduler.at(fault.at_s, lambda fault=fault: inject(fault))
+    faults.inject(simulation, drawn, find)
     scheduled.start()
     has_ended = simulation.go_on(_LIMIT_S)
     problems = [x for x in scheduled.program.defects]
@@ -172,8 +170,5 @@ def run_with(scheduled: ScheduledRun, drawn: Sequence[Fault]) -> tuple[Outcome, 
         problems.append(f"not all functions have finished: {scheduled.program.printed[-1:]}")
     elif scheduled.sums != [scheduled.num_functions] * num_servers:
         problems.append(f"{scheduled.num_functions} functions have added {scheduled.sums}")
-    fingerprint = simulation.scheduler.now_s, simulation.scheduler.num_events
-    first_s = min((x.at_s for x in drawn), default=0.0)
-    known_s = scheduled.program.ended_s - first_s
-    outcome = Outcome(drawn, "", problems, fingerprint, known_s)
+    outcome = Outcome.of(simulation, drawn, "", problems, [scheduled.program])
     return outcome, [scheduled.program, *scheduled.engine.actors.values()]

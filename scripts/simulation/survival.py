@@ -66,13 +66,10 @@ def run_with(
     """Returns how a run with certain faults ended; `result` is what each process must return."""
     simulation = launched.simulation
 
-    def inject(fault: Fault) -> None:
-        process = next((x for x in launched.workers if x.index == fault.process), None)
-        if process is not None:
-            faults.inject(simulation, fault, process, lambda process: None)
+    def find(fault: Fault) -> Process | None:
+        return next((x for x in launched.workers if x.index == fault.process), None)
 
-    for fault in drawn:
-        simulation.scheduler.at(fault.at_s, lambda fault=fault: inject(fault))
+    faults.inject(simulation, drawn, find)
     launched.start()
     has_ended = simulation.go_on(max((x.at_s for x in drawn), default=0.0) + END_S)
     outcome = _judge(launched, drawn, has_ended, result)
@@ -116,8 +113,5 @@ def _judge(launched: LaunchedRun, drawn: Sequence[Fault], has_ended: bool, resul
         problems.append(f"ends: {ends}")
     if witnesses and must_continue and not any(x.has_finished for x in witnesses):
         problems.append("no process has finished")
-    first_s = min((x.at_s for x in drawn), default=0.0)
-    simulation = launched.simulation
-    fingerprint = simulation.scheduler.now_s, simulation.scheduler.num_events
-    known_s = max(x.ended_s for x in everyone) - first_s
-    return Outcome(drawn, "; ".join(x for x in ends if x), problems, fingerprint, known_s)
+    cause = "; ".join(x for x in ends if x)
+    return Outcome.of(launched.simulation, drawn, cause, problems, everyone)
