@@ -67,10 +67,11 @@ class Run:
 
 @pytest.fixture(params=[None, 0, 1], ids=lambda seed: f"seed {seed}")
 def run(request):
-    made = Run(seed=request.param)
+    before, made = set(threading.enumerate()), Run(seed=request.param)
     yield made
     made.close()
-    assert not [x for x in threading.enumerate() if x.name.startswith("tpudist worker")]
+    started = set(threading.enumerate()) - before
+    assert not [x for x in started if x.name.startswith("tpudist worker")]
 
 
 def test_functions_run_on_the_device_of_their_worker(run):
