@@ -1,7 +1,7 @@
 """Simulates runs of many processes, with faults, from seeds: replay a seed, or look for a bad one.
 
     python scripts/simulate.py --seeds 7                 # what each process printed
-    python scripts/simulate.py --seeds 0:1000            # only what is wrong
+    python scripts/simulate.py --seeds 0:1000            # only problems
     python scripts/simulate.py --seeds 0:100 --processes 64 --kind SPLIT
     python scripts/simulate.py --run survival --seeds 7  # under supervisors, with survivors
     python scripts/simulate.py --run functions --seeds 7 # a coordinator, workers and servers
@@ -28,7 +28,7 @@ RUNS = {"training": outcomes.run, "survival": survival.run, "functions": schedul
 
 
 def main() -> None:
-    """Runs what the options say."""
+    """Runs the simulations that the options select."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", default="0:100", help="seed, or first:end")
     parser.add_argument("--run", choices=RUNS, default="training", help="default: training")

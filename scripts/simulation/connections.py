@@ -66,7 +66,7 @@ class Sockets:
         return listener
 
     def open_grpc_port(self, index: int, port: int) -> None:
-        """Lets JAX's service listen at a port: it greets each connection with a frame."""
+        """Opens a port of JAX's service, which greets each connection with a frame."""
         self._grpc_ports.add((index, port))
 
     def close_grpc_port(self, index: int, port: int) -> None:
@@ -253,7 +253,7 @@ class SimulatedSocket(socket.socket):
         self._timeout_s = value
 
     def setblocking(self, flag: bool) -> None:
-        """Lets the next calls wait, or not."""
+        """Sets whether the next calls wait."""
         self._timeout_s = None if flag else 0.0
 
     def setsockopt(self, *_: Any) -> None:

@@ -65,7 +65,7 @@ class Fault:
         kind: Kind.
         process: Number of the process.
         at_s: Virtual time at which it happens.
-        seconds: How long it lasts, or by how much the clock jumps.
+        seconds: Duration, or jump of the clock.
         slowness: Factor of a slow network.
     """
 

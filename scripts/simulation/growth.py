@@ -29,11 +29,11 @@ class Cost:
 
     Attributes:
         messages_0: Messages that the host of process 0 sent and received.
-        bytes_0: Their bytes.
-        messages: The same of the busiest other process.
-        bytes: The same.
+        bytes_0: Bytes of these messages.
+        messages: Messages of the busiest other process.
+        bytes: Bytes of the busiest other process.
         cpu_0_s: CPU seconds of process 0 on this machine.
-        cpu_s: The same of another process; the median.
+        cpu_s: CPU seconds of another process; the median.
         all_know_s: Virtual seconds until all processes know the result.
     """
 

@@ -86,7 +86,7 @@ class LaunchedRun:
     Args:
         num_hosts: Number of hosts.
         per_host: Number of processes of each host.
-        program: What the processes run.
+        program: Program of the processes.
         seed: Seed of the simulation.
         spares: Additional processes of each host.
         restarts: Number of restarts.

@@ -23,8 +23,8 @@ class Outcome:
 
     Attributes:
         faults: The faults.
-        cause: What all processes name as the cause; "" if all have finished their work.
-        problems: What contradicts the rule; empty if all is well.
+        cause: Cause that all processes name; "" if all have finished their work.
+        problems: Contradictions to the rule; empty if all is well.
         fingerprint: Equal for two runs of one seed.
         known_s: Seconds from the first fault until the last process has ended.
     """

@@ -44,8 +44,8 @@ class Process(host.Host):
         printed: Lines of its error output.
         logged: Warnings.
         defects: Exceptions of its threads that nobody handled.
-        exit_code: None while it runs.
-        ended_s: When it ended.
+        exit_code: Exit code; None while it runs.
+        ended_s: Time of its end.
         progress: Number of steps that its program has run.
         has_finished: Whether its program has done all its work.
         result: Result of its program, if it has one.
@@ -137,7 +137,7 @@ class Process(host.Host):
             self._frozen = []
 
     def thaw(self) -> None:
-        """Lets them continue."""
+        """Continues all Python threads."""
         frozen, self._frozen = self._frozen or [], None
         for resume in frozen:
             self.simulation.scheduler.after(0.0, resume)

@@ -37,8 +37,9 @@ class Runtime:
     Attributes:
         service: The coordination service.
         collectives: Programs on the devices.
-        members: Processes that connect or have connected, by their number. One that has left the
-            runtime under a supervisor stays a member: JAX aborts it, too, when the service ends.
+        members: Processes that connect or have connected, by their number. A process that has
+            left the runtime under a supervisor stays a member: JAX aborts it, too, when the service
+            ends.
     """
 
     def __init__(self, simulation: Simulation, count: int, owner: Process, is_supervised: bool):

@@ -83,7 +83,7 @@ class Service:
         self._scheduler.at(self._free_s, lambda: None if self.is_gone else handle())
 
     def set(self, request: Request, key: str, text: str, allow_overwrite: bool) -> None:
-        """Writes a text, and answers those that wait for it."""
+        """Writes a text, and answers the requests that wait for it."""
         if key in self._texts and not allow_overwrite:
             return request.answer(RuntimeError(f"ALREADY_EXISTS: Config key {key} already exists."))
         if key not in self._texts:

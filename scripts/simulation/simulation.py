@@ -83,7 +83,7 @@ class Simulation:
         return self.go_on(limit_s)
 
     def go_on(self, limit_s: float = 10_000.0, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Lets time pass until all processes have ended, or `is_over()`."""
+        """Advances time until all processes have ended, or `is_over()`."""
         before = internals.settings_of_thread()
         try:
             with keep_logs():
@@ -176,7 +176,7 @@ class Simulation:
             process.runtime.expect_heartbeat(process, lambda: process.is_frozen)
 
     def go_on_after_stop(self, process: Process) -> None:
-        """Lets a stopped process continue."""
+        """Continues a stopped process."""
         process.is_stopped = False
         process.thaw()
         for runtime in self._runtimes_of(process):

@@ -15,7 +15,7 @@ from tpudist.processes.process_agreement import Intention
 
 
 class Mesh:
-    """What an agreement reads of a `ReplicaMesh`: its processes, and that its devices exist."""
+    """The part of a `ReplicaMesh` that an agreement reads: processes, and a device that exists."""
 
     def __init__(self, count: int):
         self.num_processes, self.processes = count, tuple(range(count))

@@ -131,7 +131,7 @@ def test_the_exponent_of_a_power_is_its_exponent():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_go_on_or_all_end_and_name_the_process(kind):
+def test_all_continue_or_all_end_and_name_the_process(kind):
     for seed in range(3):
         outcome, _ = outcomes.run(seed, kind=kind, num_faults=1)
         assert not outcome.problems, f"seed {seed}: {outcome.faults}"

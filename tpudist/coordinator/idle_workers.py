@@ -7,7 +7,7 @@
 #
 # With stragglers, a worker must also wake when a closure becomes slow. One idle worker, the
 # watcher, sleeps until then; the others need no timer. A worker that stops waiting for good may
-# have been the watcher, so it wakes one that takes its place.
+# have been the watcher, so it wakes another worker, which takes its place.
 
 from __future__ import annotations
 

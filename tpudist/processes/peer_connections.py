@@ -52,7 +52,7 @@ class PeerConnections:
         # The other process of each connection, after its greeting.
         self._peers: dict[socket.socket, int] = {}
         self._listener: socket.socket | None = None
-        # In process 0: what has arrived of each greeting, and until when it must be complete.
+        # In process 0: the part of each greeting that has arrived, and the deadline for the rest.
         self._greetings: dict[socket.socket, tuple[bytes, float]] = {}
         self._secret = ""
         self._closing, self._has_taken_leave = this_host().event(), this_host().event()

@@ -232,7 +232,7 @@ class Watch:
         If that process gave up this one, which was silent, this one is the cause.
 
         A process that exits after a verdict ends its connection without a farewell (`exit_now`),
-        like one that was killed. By then this process has the verdict, too.
+        like a process that was killed. By then this process has the verdict, too.
         """
         if self.message or self._closing.is_set() or self._has_left():
             return

@@ -70,7 +70,7 @@ class GenerationControl:
         cluster: Addresses with which the launcher started the processes; see `cluster_addresses`.
 
     Attributes:
-        connected: All connected processes, also those that wait for a later generation.
+        connected: All connected processes, also processes that wait for a later generation.
         members: Processes of this generation, by rank.
         phase: State of this generation.
         is_done: Whether the program has returned in all processes.

@@ -38,7 +38,7 @@ GRACE_S = 30.0
 STOPPED_S = 3.0
 """Seconds until a stopped process is killed, if the program survives losses."""
 _SETTLE_S = 0.02  # for other processes that end for the same reason
-_CHECK_S = 0.2  # between two looks at what has no signal: stopped processes, and the membership
+_CHECK_S = 0.2  # between two looks at stopped processes and the membership, which send no signal
 _PATIENCE_S = 3.0  # for a process to connect, before the run is given up for lack of processes
 
 
@@ -137,7 +137,7 @@ class _Attempt:
         self.restarts_left, self.gave_up, self.failed = restarts_left, "", ""
         self._launch, self._cache = launch, cache
         self._workers: list[Worker] = []
-        # Numbers of processes whose end was handled, and the exit codes of those that count.
+        # Numbers of processes whose end was handled, and the exit codes that count.
         self._ended: set[int] = set()
         self._codes: dict[int, int] = {}
         self._deadline = math.inf  # by which all processes must end
@@ -235,8 +235,8 @@ class _Attempt:
 
     def _collect_ended(self, signals: list[int]) -> None:
         """Handles the processes that have ended since the last call."""
-        # Processes that lost another one come last, because that one ended before them. But they
-        # are looked up first: the others that have ended then include the one that they lost.
+        # A process that lost another one ended after it, so it is handled after it. But it is
+        # looked up before: then the lost one is among the others that have ended.
         lost = [x for x in self._workers if x.exit_code == EXIT_PEER_LOST]
         others = [x for x in self._workers if x.exit_code not in (None, EXIT_PEER_LOST)]
         for worker in [*others, *lost]:
@@ -330,7 +330,7 @@ class _Attempt:
         membership = self._membership
         self.gave_up = membership.gave_up
         if membership.lost:
-            # The processes of this host lose it, too. Each says so, and ends by itself.
+            # The processes of this host lose it, too. Each prints the reason, and ends.
             self._end_within(END_S)
             if len(self._ended) == len(self._workers):
                 self.gave_up = membership.lost

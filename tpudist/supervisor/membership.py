@@ -188,7 +188,7 @@ class Membership:
         return self.is_used, self.is_done, self.gave_up, self.failed
 
     def _notify_supervisors(self, arrived: int | None = None) -> None:
-        """Notifies other hosts of what has changed, under the lock."""
+        """Notifies other hosts of changes, under the lock."""
         announced, self._announced = self._announced, self._result()
         if announced == self._announced and arrived is None:  # as after most messages
             return

@@ -183,7 +183,7 @@ def test_a_silent_process_does_not_hide_a_lagging_one(clock, warnings, monkeypat
     assert 30 < seconds < 32
 
 
-def test_reports_of_a_slow_link_are_no_silence(clock, monkeypatch):
+def test_reports_over_a_slow_link_are_not_silence(clock, monkeypatch):
     """A round trip of 6 s. Else it would be the cause of each failure of another process."""
     monkeypatch.setattr(process_state, "find", lambda place: process_state.State.RUNNING)
     reports = {0: make_report(0), 1: make_report(0)}
