@@ -10,7 +10,6 @@ from simulation.simulation import Simulation
 from simulation.training import Mesh, training
 from tpudist.preemption.notice import Notice
 from tpudist.processes import process_watch
-from tpudist.processes.board import Board
 from tpudist.processes.coordination import Channel
 from tpudist.processes.judge import coordinator_silence
 from tpudist.processes.judge.coordinator_silence import CoordinatorSilence
@@ -143,13 +142,6 @@ def test_a_notice_takes_about_as_long_as_an_agreement():
     # The process that gives notice looks four times per second, and a step is 0.1 s long.
     assert notice.all_know_s < 2 * agreement.all_know_s + 0.25 + 0.1
     assert notice.messages <= 8
-
-
-def test_a_board_of_one_process_waits_for_another_thread():
-    board = Board("alone")
-    assert board.wait_for("a", 0.02) is None
-    board.post("a", "1")
-    assert board.wait_for("a", 0.02) == "1"
 
 
 def test_a_silence_of_process_0_explains_a_failure_for_a_limited_time(monkeypatch):

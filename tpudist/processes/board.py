@@ -6,8 +6,6 @@ No device takes part, so any thread may read and write at any time.
 from tpudist.processes.coordination import KeyValueClient
 from tpudist.processes.host import this_host
 
-_PAUSE_S = 0.01  # between two looks in one process
-
 
 class Board:
     """Texts that processes leave for each other, each under a key and written once.
@@ -63,16 +61,11 @@ class Board:
     def wait_for(self, key: str, timeout_s: float) -> str | None:
         """Returns the text under `key`, or None if there is none after `timeout_s`.
 
-        It is two requests, where a loop of `read` would be many.
+        Only between several processes. It is two requests, where a loop of `read` would be many.
 
         Raises:
             ConnectionError: If the service cannot be reached.
         """
-        if self.num_processes == 1:  # another thread may write
-            deadline = this_host().monotonic() + timeout_s
-            while (text := self.read(key)) is None and this_host().monotonic() < deadline:
-                this_host().sleep(_PAUSE_S)
-            return text
         try:
             name = f"{self._folder}/{key}"
             return self._client().blocking_key_value_get(name, int(1000 * timeout_s))

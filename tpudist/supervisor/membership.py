@@ -184,7 +184,7 @@ class Membership:
             self._supervisors.pop(connection, None)
 
     def _result(self) -> tuple[bool, bool, str, str]:
-        """Returns what concerns all hosts."""
+        """Returns the part of the state that concerns all hosts."""
         return self.is_used, self.is_done, self.gave_up, self.failed
 
     def _notify_supervisors(self, arrived: int | None = None) -> None:

@@ -16,7 +16,7 @@ class CoordinatorSilence:
     """The silence of process 0, which it cannot report itself.
 
     Args:
-        measure: Returns the seconds since process 0 was heard; 0 without a connection to it.
+        measure: Returns the seconds since process 0 was heard; 0 if that is unknown.
         call_s: Most seconds between two calls of `judge`.
 
     Attributes:
