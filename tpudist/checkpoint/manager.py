@@ -122,9 +122,6 @@ class CheckpointManager:
         self._saver = BackgroundSaver(
             self._files, self._on_disk, self.retention, barrier, timeout_s
         )
-        # Whether this process left no partial files in the directory. False at first, because an
-        # earlier program may have left some.
-        self._is_clean = False
         self._is_open = True
         # Only for `save`, which a program may also call in another thread.
         self._lock = threading.RLock()
@@ -272,39 +269,18 @@ class CheckpointManager:
         contents["notes"] = dict(self.notes)
         if not allow_nan:
             refuse_not_finite(found, arrays, step, self._describe_newest)
-        self._prepare(step)
-        self._is_clean = False  # if `begin` fails or Ctrl-C interrupts it, partial files stay
+        self._on_disk.require_same_step(step)
+        finish_other(self.directory)
+        self._on_disk.prepare(step)
+        self._on_disk.is_clean = False  # if `begin` fails or Ctrl-C interrupts it
         self._saver.begin(step, arrays, contents)
-        self._is_clean = True  # from here on, the saver removes the files of a save that fails
+        self._on_disk.is_clean = True  # the saver removes the files of a save that fails later
         self._interval.begin()
         if not self._asynchronous:
             self.wait()
         path = str(self._files.step(step))
         goodput.note_calls("save", path=path)
         return path
-
-    def _prepare(self, step: int) -> None:
-        """Prepares the directory for a new step; all processes succeed, or all raise."""
-        self._on_disk.require_same_step(step)
-        finish_other(self.directory)
-        # Only process 0 changes the directory. Its error goes to all processes before any raises:
-        # if only process 0 raised, the others would wait for it in the save.
-        if problem := self._on_disk.agree(lambda: self._make_room(step)):
-            raise CheckpointError(problem)
-        self._on_disk.forget_damage()
-
-    def _make_room(self, step: int) -> str:
-        """Removes files that block a new step, in process 0; returns the problem or ""."""
-        try:
-            if not self._is_clean:
-                self._files.remove_unfinished()
-                self._is_clean = True
-            self._on_disk.make_room(step)
-        except CheckpointError as error:
-            return str(error)
-        except OSError as error:
-            return f"Cannot save step {step} to {self._files}: {error}"
-        return ""
 
     def _describe_newest(self) -> str:
         latest = self.latest_step

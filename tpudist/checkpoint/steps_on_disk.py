@@ -121,12 +121,17 @@ class StepsOnDisk:
         files: The directory.
         channel: Channel of the processes.
         timeout_s: Seconds to wait for other processes.
+
+    Attributes:
+        is_clean: Whether there are no partial files of a save. False at first, because an earlier
+            program may have left some.
     """
 
     def __init__(self, files: Directory, channel: Channel, timeout_s: float):
         self._files = files
         self._channel = channel
         self._timeout_s = timeout_s
+        self.is_clean = False
         # Steps that failed verification -> their problems. They stay on the disk, and do not count,
         # until the next save sets them aside: restoring must not change the directory.
         self._damaged: dict[int, list[str]] = {}
@@ -275,27 +280,40 @@ class StepsOnDisk:
 
     # Before a save.
 
-    def make_room(self, step: int) -> None:
-        """Renames damaged steps, and checks that a new step can be written; only in process 0.
+    def prepare(self, step: int) -> None:
+        """Prepares the directory for a new step; all processes succeed, or all raise.
 
         Raises:
             CheckpointError: If a step of that number exists, or the directory cannot be written.
-            OSError: If a damaged step cannot be renamed.
         """
-        for damaged in [x for x in self._damaged if self._files.has(x)]:
-            self._files.set_aside(damaged)
-            # If this save fails later, the next one must not rename a good step of this number.
-            del self._damaged[damaged]
-        if self._files.has(step):
-            raise CheckpointError(
-                f"The checkpoint {self._files.step(step)} already exists, and was not replaced. "
-                f"Save step {step} under another number, or delete that directory first."
-            )
-        self._files.make(step)
-
-    def forget_damage(self) -> None:
-        """Forgets the damaged steps, which process 0 has renamed."""
+        # Only process 0 changes the directory. Its error goes to all processes before any raises:
+        # if only process 0 raised, the others would wait for it in the save.
+        if problem := self.agree(lambda: self._make_room(step)):
+            raise CheckpointError(problem)
         self._damaged.clear()
+
+    def _make_room(self, step: int) -> str:
+        """Removes files that block a new step, in process 0; returns the problem or ""."""
+        try:
+            if not self.is_clean:
+                self._files.remove_unfinished()
+                self.is_clean = True
+            for damaged in [x for x in self._damaged if self._files.has(x)]:
+                self._files.set_aside(damaged)
+                # If this save fails later, the next one must not rename a good step of this number.
+                del self._damaged[damaged]
+            if self._files.has(step):
+                return (
+                    f"The checkpoint {self._files.step(step)} already exists, and was not "
+                    f"replaced. Save step {step} under another number, or delete that directory "
+                    f"first."
+                )
+            self._files.make(step)
+        except CheckpointError as error:
+            return str(error)
+        except OSError as error:
+            return f"Cannot save step {step} to {self._files}: {error}"
+        return ""
 
 
 def _read_facts(contents: Mapping[str, Any]) -> dict[str, Any]:
