@@ -268,7 +268,7 @@ class Watch:
         """Returns the verdict; None if the watch closes, or the program leaves the run.
 
         Process 0 writes one in the end. If it cannot, because it is dead or stopped, this process
-        comes to a verdict of its own: the service fails, or its connection is silent.
+        comes to a verdict of its own: the service fails, or process 0 is silent.
         """
         while not self._closing.is_set():
             # An answer that needs longer than the slice on its way would never be read.

@@ -253,13 +253,13 @@ class GenerationControl:
         self._services = [x for x in self._services if connected.intersection(x[1])]
 
     def _kill(self, member: Member, why: str) -> None:
-        """Ends a process that does not continue. On another host, its supervisor ends it."""
+        """Removes a process that does not continue; kills it if it is on this host."""
         self._report(f"ending process {member.index}. {why}")
         pid = process_state.pid_here(member.place)
         if pid is not None:
             this_host().kill(pid)
-        # At once, before other members report the same. A process on another host is removed even
-        # if nobody can end it.
+        # At once, before other members report the same. A process on another host ends by itself
+        # when it reads that its connection has ended; until it can, the others do without it.
         self.remove(member)
 
     # Changes that can wait: a process joins, or received a request to end. They happen between two
