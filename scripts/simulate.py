@@ -29,7 +29,7 @@ RUNS = {"training": outcomes.run, "survival": survival.run, "functions": schedul
 
 def main() -> None:
     """Runs the simulations that the options select."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", default="0:100", help="seed, or first:end")
     parser.add_argument("--run", choices=RUNS, default="training", help="default: training")
     parser.add_argument("--processes", type=int, help="number of processes, hosts or workers")

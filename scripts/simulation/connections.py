@@ -75,6 +75,7 @@ class Sockets:
 
     def forget(self, listener: "SimulatedSocket") -> None:
         """Stops listening."""
+        assert listener.process is not None
         place = listener.process.place, listener.port
         if self._listeners.get(place) is listener:
             del self._listeners[place]

@@ -11,11 +11,12 @@ from simulation.connections import TCP, address_of
 from simulation.process import Process
 from simulation.scheduler import current_task
 from simulation.simulation import PORT, Simulation
-from simulation.training import Mesh
+from simulation.training import make_mesh
 from tpudist.preemption.agreed_boundary import BoundaryAgreement
 from tpudist.processes import process_agreement, rendezvous
 from tpudist.processes.coordination import Channel
 from tpudist.processes.process_agreement import Intention
+from tpudist.xla.mesh import ReplicaMesh
 
 COUNTS = 16, 64, 256, 1024, 4096
 WATCH_S = 60.0
@@ -60,34 +61,34 @@ class Operation:
 
     name: str
     purposes: Sequence[str]
-    prepare: Callable[[Process, Mesh], Callable[[], object]]
+    prepare: Callable[[Process, ReplicaMesh], Callable[[], object]]
     is_connected: bool = True
     is_in_threads: bool = False
 
 
-def _agree(process: Process, mesh: Mesh) -> Callable[[], object]:
+def _agree(process: Process, mesh: ReplicaMesh) -> Callable[[], object]:
     process_agreement.watch(mesh)
     facts = {"arguments": "float32[128,1024], int32[128]", "result": "float32[]"}
     return lambda: process_agreement.agree(mesh, Intention("Strategy.run of 'train'", facts))
 
 
-def _exchange(process: Process, mesh: Mesh) -> Callable[[], object]:
+def _exchange(process: Process, mesh: ReplicaMesh) -> Callable[[], object]:
     process_agreement.watch(mesh)
     text = f"{process.index:100}"
     return lambda: process_agreement.exchange(mesh, Intention("states of datasets"), text)
 
 
-def _barrier(process: Process, mesh: Mesh) -> Callable[[], object]:
+def _barrier(process: Process, mesh: ReplicaMesh) -> Callable[[], object]:
     channel = Channel("checkpoint/0")
     return lambda: channel.exchange("", purpose="to save")
 
 
-def _watch(process: Process, mesh: Mesh) -> Callable[[], object]:
+def _watch(process: Process, mesh: ReplicaMesh) -> Callable[[], object]:
     process_agreement.watch(mesh)
     return lambda: process.sleep(WATCH_S)
 
 
-def _notice(process: Process, mesh: Mesh) -> Callable[[], object]:
+def _notice(process: Process, mesh: ReplicaMesh) -> Callable[[], object]:
     agreement = BoundaryAgreement("preemption/0")
 
     def run_steps() -> None:
@@ -99,7 +100,7 @@ def _notice(process: Process, mesh: Mesh) -> Callable[[], object]:
     return run_steps
 
 
-def _meet(process: Process, mesh: Mesh) -> Callable[[], object]:
+def _meet(process: Process, mesh: ReplicaMesh) -> Callable[[], object]:
     def meet() -> None:
         rendezvous.join(f"{address_of(0)}:{PORT}", process.count, process.index)
         if not process.index:
@@ -121,7 +122,7 @@ OPERATIONS = (
 
 def measure(operation: Operation, count: int, seed: int = 0, *, measures_cpu: bool = True) -> Cost:
     """Returns the cost of an operation between `count` processes."""
-    simulation, mesh = Simulation(count, seed), Mesh(count)
+    simulation, mesh = Simulation(count, seed), make_mesh(count)
     simulation.scheduler.measures_cpu = measures_cpu
     cpu_ns = [0] * count
     began_s, ended_s = [0.0] * count, [0.0] * count

@@ -14,7 +14,7 @@ import numpy as np
 from simulation.connections import address_of
 from simulation.process import Process
 from simulation.simulation import Simulation
-from simulation.training import Mesh
+from simulation.training import make_mesh
 from tpudist.checkpoint import Checkpoint
 from tpudist.preemption.survival.supervised_process import SupervisedProcess
 from tpudist.preemption.survival.survivor import Survivor
@@ -174,7 +174,7 @@ def surviving_training(
         assert isinstance(process, Process)
         runtime = process.runtime
         assert runtime is not None
-        mesh = Mesh(runtime.count)
+        mesh = make_mesh(runtime.count)
         process_agreement.watch(mesh)
         state = Checkpoint(sums={"steps": np.zeros((), np.int64), "sum": np.zeros((), np.int64)})
         survivor.restore(state)

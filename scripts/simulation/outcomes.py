@@ -7,11 +7,10 @@ import random
 import re
 from collections.abc import Sequence
 
-from simulation import faults
-from simulation.faults import STEP_S, STEPS, Fault, Kind
+from simulation.faults import KINDS, STEP_S, STEPS, Fault, Kind, draw, inject, misbehavior
 from simulation.process import Process
 from simulation.simulation import Simulation
-from simulation.training import Mesh, training
+from simulation.training import make_mesh, training
 
 END_S = 1500.0
 """Virtual seconds after the last fault within which all processes must have ended."""
@@ -67,8 +66,8 @@ def run(
     per_host = generator.choice((1, 1, 2, 4))
     if num_faults is None:
         num_faults = generator.choices((0, 1, 2, 3), (1, 6, 2, 1))[0]
-    kinds = faults.KINDS if kind is None else (kind,)
-    drawn = [faults.draw(generator, count, kinds) for _ in range(num_faults)]
+    kinds = KINDS if kind is None else (kind,)
+    drawn = [draw(generator, count, kinds) for _ in range(num_faults)]
     collectives_fail, notice = generator.random() < 0.5, None
     if generator.random() < 0.3:
         notice = generator.randrange(count), generator.uniform(0.0, STEPS * STEP_S)
@@ -80,9 +79,9 @@ def run_with(
     simulation: Simulation, drawn: Sequence[Fault], notice: tuple[int, float] | None = None
 ) -> tuple[Outcome, list[Process]]:
     """Returns how a run with certain faults ended, and its processes; see `training`."""
-    mesh, misbehave = Mesh(simulation.count), faults.misbehavior(drawn)
+    mesh, misbehave = make_mesh(simulation.count), misbehavior(drawn)
     program = training(mesh, STEPS, STEP_S, meet=True, fault=misbehave, notice=notice)
-    faults.inject(simulation, drawn, lambda x: simulation.processes[x.process], program)
+    inject(simulation, drawn, lambda x: simulation.processes[x.process], program)
     has_ended = simulation.run(program, max((x.at_s for x in drawn), default=0.0) + END_S)
     outcome = _judge(simulation, drawn, has_ended)
     return outcome, [*simulation.processes, *simulation.former]

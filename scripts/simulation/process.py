@@ -11,7 +11,7 @@ import logging
 import signal
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from simulation.connections import Selector, SimulatedSocket, address_of
@@ -63,7 +63,7 @@ class Process(host.Host):
     ):
         self.simulation, self.index, self.count, self.place = simulation, index, count, place
         self.memory = {}  # type: ignore[misc]
-        self.environ: dict[str, str] = {}
+        self.environ: MutableMapping[str, str] = {}
         self.sockets: set[SimulatedSocket] = set()
         self.runtime: Runtime | None = None
         self.client: Client | None = None
@@ -178,7 +178,7 @@ class Process(host.Host):
         if when_s > self.simulation.scheduler.now_s:
             self._start(wait_and_handle)
 
-    def _start(self, run: Callable[[], None]) -> Task:
+    def _start(self, run: Callable[[], object]) -> Task:
         def run_here() -> None:
             host.replace(self)
             try:
@@ -305,13 +305,13 @@ class Process(host.Host):
         self._handlers[number] = handler
         return before
 
-    def connect(self, address: str, port: int, timeout_s: float) -> SimulatedSocket:
+    def connect(self, host: str, port: int, timeout_s: float) -> SimulatedSocket:
         """Returns a connection."""
-        return self.simulation.sockets.connect(self, address, port, timeout_s)
+        return self.simulation.sockets.connect(self, host, port, timeout_s)
 
-    def listen(self, address: str, port: int, family: int) -> SimulatedSocket:
+    def listen(self, host: str, port: int, family: int) -> SimulatedSocket:
         """Returns a socket that listens."""
-        return self.simulation.sockets.listen(self, address, port)
+        return self.simulation.sockets.listen(self, host, port)
 
     def selector(self) -> Selector:
         """Returns a selector."""

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from simulation import faults
 from simulation.actors import SimulatedEngine, here
-from simulation.faults import Fault, Kind
+from simulation.faults import Fault, Kind, draw, inject
 from simulation.outcomes import Outcome
 from simulation.process import Process
 from simulation.simulation import Simulation
@@ -138,9 +137,7 @@ def run(
     if num_faults is None:
         num_faults = generator.choices((0, 1, 2, 3), (1, 5, 3, 2))[0]
     kinds = KINDS if kind is None else (kind,)
-    drawn = [
-        faults.draw(generator, num_workers + num_servers, kinds, 0.1) for _ in range(num_faults)
-    ]
+    drawn = [draw(generator, num_workers + num_servers, kinds, 0.1) for _ in range(num_faults)]
     options: dict[str, Any] = {"closure_timeout_s": TIMEOUT_S}
     if generator.random() < 0.3:
         options["speculate"] = 3.0
@@ -160,7 +157,7 @@ def run_with(scheduled: ScheduledRun, drawn: Sequence[Fault]) -> tuple[Outcome, 
         actors = [x for a, x in scheduled.engine.actors.items() if (a.role, a.index) == role]
         return actors[-1] if actors else None
 
-    faults.inject(simulation, drawn, find)
+    inject(simulation, drawn, find)
     scheduled.start()
     has_ended = simulation.go_on(_LIMIT_S)
     problems = [x for x in scheduled.program.defects]

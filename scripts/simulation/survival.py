@@ -6,8 +6,7 @@ import random
 import re
 from collections.abc import Sequence
 
-from simulation import faults
-from simulation.faults import STEP_S, STEPS, Fault, Kind
+from simulation.faults import STEP_S, STEPS, Fault, Kind, draw, inject, misbehavior
 from simulation.launching import LaunchedRun, surviving_training
 from simulation.outcomes import END_S, Outcome
 from simulation.process import Process
@@ -47,11 +46,11 @@ def run(
     kinds = KINDS if kind is None else (kind,)
     if num_hosts * per_host == 1:  # nobody would wait for a process that hangs
         kinds = [x for x in kinds if x is not Kind.HANG]
-    drawn = [faults.draw(generator, num_hosts * per_host, kinds, 0.1) for _ in range(num_faults)]
+    drawn = [draw(generator, num_hosts * per_host, kinds, 0.1) for _ in range(num_faults)]
     launched = LaunchedRun(
         num_hosts,
         per_host,
-        surviving_training(STEPS, STEP_S, faults.misbehavior(drawn)),
+        surviving_training(STEPS, STEP_S, misbehavior(drawn)),
         seed,
         spares=generator.choice((0, 0, 1)),
         restarts=generator.choice((0, 0, 2)),
@@ -69,7 +68,7 @@ def run_with(
     def find(fault: Fault) -> Process | None:
         return next((x for x in launched.workers if x.index == fault.process), None)
 
-    faults.inject(simulation, drawn, find)
+    inject(simulation, drawn, find)
     launched.start()
     has_ended = simulation.go_on(max((x.at_s for x in drawn), default=0.0) + END_S)
     outcome = _judge(launched, drawn, has_ended, result)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from typing import cast
 
 from simulation.connections import address_of
 from simulation.process import Process
@@ -12,15 +13,19 @@ from tpudist.preemption.agreed_boundary import BoundaryAgreement
 from tpudist.processes import connection, process_agreement, rendezvous
 from tpudist.processes.coordination import Channel
 from tpudist.processes.process_agreement import Intention
+from tpudist.xla.mesh import ReplicaMesh
 
 
-class Mesh:
-    """The part of a `ReplicaMesh` that an agreement reads: processes, and a device that exists."""
-
+class _Mesh:
     def __init__(self, count: int):
         self.num_processes, self.processes = count, tuple(range(count))
         device = types.SimpleNamespace(client=object())
         self.mesh = types.SimpleNamespace(devices=types.SimpleNamespace(flat=[device]))
+
+
+def make_mesh(count: int) -> ReplicaMesh:
+    """Returns the part of a mesh that an agreement reads: processes, and a device that exists."""
+    return cast(ReplicaMesh, _Mesh(count))
 
 
 def start(process: Process, *, meet: bool = False) -> None:
@@ -32,7 +37,7 @@ def start(process: Process, *, meet: bool = False) -> None:
 
 
 def training(
-    mesh: Mesh,
+    mesh: ReplicaMesh,
     steps: int,
     step_s: float,
     *,

@@ -7,7 +7,7 @@ from simulation.network import Link
 from simulation.outcomes import cause_of
 from simulation.process import Process
 from simulation.simulation import Simulation
-from simulation.training import Mesh, training
+from simulation.training import make_mesh, training
 from tpudist.preemption.notice import Notice
 from tpudist.processes import process_watch
 from tpudist.processes.coordination import Channel
@@ -42,7 +42,7 @@ def test_all_name_the_failed_process_on_a_link_slower_than_a_wait(latency_s, fai
             raise ValueError("a defect of the program")
 
     for seed in range(4):
-        program = training(Mesh(3), 60, 1.0, fault=fail)
+        program = training(make_mesh(3), 60, 1.0, fault=fail)
         processes = run(program, latency_s=latency_s, seed=seed, collectives_fail=fails)
         assert [cause_of(x) for x in (processes[0], processes[2])] == ["1", "1"], seed
 
