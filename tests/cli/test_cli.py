@@ -33,7 +33,8 @@ from tpudist.models.presets import PRESETS, make_transformer
 from tpudist.planner import Candidate, Plan, SearchResult
 from tpudist.xla import topology
 from tpudist.xla.hardware import slices
-from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS
+from tpudist.xla.hardware.announced_chips import ANNOUNCED
+from tpudist.xla.hardware.chips import CHIPS
 
 STEPS = str(PROGRAMS / "steps_to_plan.py")
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from tpudist.xla import topology, versions
-from tpudist.xla.hardware.chips import ANNOUNCED
+from tpudist.xla.hardware.announced_chips import ANNOUNCED
 from tpudist.xla.hlo import collective_ops, compiled_program
 from tpudist.xla.hlo.collective_ops import Collective
 

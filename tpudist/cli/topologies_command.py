@@ -12,7 +12,8 @@ import tyro
 from tpudist.cli.console import print_parts
 from tpudist.cli.errors import WrongUse
 from tpudist.display.text_tables import Column, TextTable
-from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS, AnnouncedChip, Chip
+from tpudist.xla.hardware.announced_chips import ANNOUNCED, AnnouncedChip
+from tpudist.xla.hardware.chips import CHIPS, Chip
 
 EPILOG = """
 examples:

@@ -5,7 +5,8 @@ import jax
 import pytest
 
 from tpudist.xla.hardware import chips
-from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS
+from tpudist.xla.hardware.announced_chips import ANNOUNCED
+from tpudist.xla.hardware.chips import CHIPS
 
 RATES = ["bf16_flops_per_s", "cycles_per_s", "hbm_bytes", "hbm_bytes_per_s", "dcn_bytes_per_s"]
 

@@ -19,7 +19,8 @@ import math
 import re
 
 from tpudist.xla import versions
-from tpudist.xla.hardware.chips import ANNOUNCED, CHIPS, Chip
+from tpudist.xla.hardware.announced_chips import ANNOUNCED
+from tpudist.xla.hardware.chips import CHIPS, Chip
 
 # Cloud writes "v5litepod", libtpu also "v5" for v5p; people use the other names.
 _ALIASES = {"v5litepod": "v5e", "v5": "v5p", "v7x": "tpu7x", "trillium": "v6e", "ironwood": "tpu7x"}
