@@ -252,12 +252,8 @@ def _cause_of_compute(module: Module, rates: instruction_time.Rates, event: Even
 
 def _is_convolution(module: Module, instruction: Instruction) -> bool:
     """Returns whether the user convolves: XLA writes each product as a convolution, too."""
-    if "conv_general_dilated" in instruction.op_name:
-        return True
-    if instruction.opcode != "fusion":
-        return False
-    inside = module.contents_of(instruction).instructions.values()
-    return any(_is_convolution(module, inner) for inner in inside)
+    parts = (instruction, *module.parts_of(instruction))
+    return any("conv_general_dilated" in part.op_name for part in parts)
 
 
 def _cause_of_transfer(event: Event) -> str:

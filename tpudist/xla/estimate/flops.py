@@ -36,9 +36,10 @@ def instruction_flops(module: Module, instruction: Instruction) -> float:
 
     Returns 0 for loops, calls and conditionals, whose bodies are counted separately.
     """
-    if instruction.opcode == "fusion":
-        callee = module.contents_of(instruction)
-        return sum(instruction_flops(module, inner) for inner in callee.instructions.values())
+    return sum(_flops_of_part(module, part) for part in module.parts_of(instruction))
+
+
+def _flops_of_part(module: Module, instruction: Instruction) -> float:
     if instruction.opcode in ("dot", "convolution"):
         operands = module.operands_of(instruction)
         lhs, rhs = (operand.arrays[0] for operand in operands[:2])
@@ -51,13 +52,13 @@ def instruction_flops(module: Module, instruction: Instruction) -> float:
 
 def kinds_of_products(module: Module, instruction: Instruction) -> set[str]:
     """Returns the kinds of numbers that an instruction multiplies; see `chips.kind_of_products`."""
-    if instruction.opcode == "fusion":
-        inside = module.contents_of(instruction).instructions.values()
-        return {kind for inner in inside for kind in kinds_of_products(module, inner)}
-    if instruction.opcode not in ("dot", "convolution"):
-        return set()
-    dtypes = [operand.arrays[0].dtype for operand in module.operands_of(instruction)[:2]]
-    return {chips.kind_of_products((shapes.num_bits(x), x.startswith("f")) for x in dtypes)}
+    kinds = set()
+    for part in module.parts_of(instruction):
+        if part.opcode in ("dot", "convolution"):
+            dtypes = [operand.arrays[0].dtype for operand in module.operands_of(part)[:2]]
+            operands = ((shapes.num_bits(x), x.startswith("f")) for x in dtypes)
+            kinds.add(chips.kind_of_products(operands))
+    return kinds
 
 
 def _dot(attributes: str, lhs: Shape, rhs: Shape, out: Shape) -> float:

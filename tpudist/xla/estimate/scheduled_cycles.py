@@ -22,7 +22,6 @@ guessed. A vector register has 1024 numbers, 8 rows of 128 lanes.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 
 from tpudist.xla.estimate import kernels
 from tpudist.xla.hlo.hlo_module import Module
@@ -72,20 +71,12 @@ def guess(module: Module, instruction: Instruction) -> CycleGuess | None:
     if instruction.cycles is not None or kernels.is_kernel(instruction):
         return None
     guesses = [
-        found for inner in _contents(module, instruction) if (found := _guess_one(module, inner))
+        found for part in module.parts_of(instruction) if (found := _guess_one(module, part))
     ]
     if not guesses:
         return None
     longest = max(guesses, key=lambda found: found.cycles)
     return CycleGuess(longest.what, sum(found.cycles for found in guesses))
-
-
-def _contents(module: Module, instruction: Instruction) -> Iterator[Instruction]:
-    if instruction.opcode != "fusion":
-        yield instruction
-        return
-    for inner in module.contents_of(instruction).instructions.values():
-        yield from _contents(module, inner)
 
 
 def _guess_one(module: Module, instruction: Instruction) -> CycleGuess | None:

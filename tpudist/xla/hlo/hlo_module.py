@@ -93,6 +93,14 @@ class Module:
         """Returns the computation that a fusion computes."""
         return self.computations[fusion.callee("calls") or ""]
 
+    def parts_of(self, instruction: Instruction) -> Iterator[Instruction]:
+        """Yields the instructions of a fusion, also of those inside it; else the instruction."""
+        if instruction.opcode != "fusion":
+            yield instruction
+            return
+        for inner in self.contents_of(instruction).instructions.values():
+            yield from self.parts_of(inner)
+
     def origin(self, instruction: Instruction) -> Instruction:
         """Returns the nearest instruction with source lines; `instruction` itself if none has any.
 
