@@ -523,6 +523,7 @@ def _grouped(x, w, sizes):
     [
         (lambda a, b: a @ b, (_A, _B), 2 * 3 * 4 * 5),
         (lambda a, b: jax.jit(lambda: a @ b)(), (_A, _B), 2 * 3 * 4 * 5),
+        (lambda a, b: a @ b, (_A * 1j, _B * 1j), 4 * 2 * 3 * 4 * 5),
         (lambda a, b: jnp.einsum("zij,zjk->zik", a[None], b[None]), (_A, _B), 2 * 3 * 4 * 5),
         (jax.value_and_grad(lambda a, b: (a @ b).sum(), (0, 1)), (_A, _B), 3 * 2 * 3 * 4 * 5),
         (jax.grad(lambda a, b: (a @ b).sum(), (0, 1)), (_A, _B), 2 * 2 * 3 * 4 * 5),

@@ -98,7 +98,9 @@ class _Counter:
             return _Flops()
         if eqn.primitive.name in PRODUCTS:
             kind = chips.kind_of_products(map(bits_of, eqn.invars[:2]))
-            return _Flops({kind: PRODUCTS[eqn.primitive.name](eqn)})
+            # A product of complex numbers has four of real ones.
+            is_complex = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
+            return _Flops({kind: (4 if is_complex else 1) * PRODUCTS[eqn.primitive.name](eqn)})
         structure = jaxprs.structure_of(eqn)
         if structure is None:
             return _Flops()
