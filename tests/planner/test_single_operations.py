@@ -66,6 +66,17 @@ def _double(rows, *, prefetch=False):
     return pl.pallas_call(kernel, out_shape=out, grid_spec=grid_spec)
 
 
+def _loop(length, x):
+    def kernel(length, x, y):
+        y[...] = lax.fori_loop(0, length[0], lambda _, z: jnp.tanh(z), x[...])
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=_of(512, 512),
+        grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(1,)),
+    )(length, x)
+
+
 def _recur(h, xs):
     return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (h, xs))
 
@@ -193,6 +204,14 @@ OPERATIONS = {
     "matrix and vector": (lambda x, w: w @ x, (_of(4096, dtype=BF16), WEIGHT), None),
     "two thin products": (lambda x, w, v: jax.nn.gelu(x @ w) @ v, (THIN, WEIGHT, WEIGHT), None),
     "product": (jnp.matmul, (WEIGHT, WEIGHT), None),
+    "product that is not used": (lambda x, w: (x @ w, x + w)[1], (WEIGHT, WEIGHT), None),
+    "repeated product": (lambda x, w: x @ w + jnp.tanh(x @ w), (WEIGHT, WEIGHT), None),
+    "part of a product": (
+        lambda x, w: (x @ w)[:256],
+        (WEIGHT, WEIGHT),
+        2 * (4096**2 + 2 * 256 * 4096),
+    ),
+    "complex product": (jnp.matmul, (_of(1024, 1024, dtype=jnp.complex64),) * 2, None),
     "batch of products": (
         jnp.matmul,
         (_of(64, 512, 128, dtype=BF16), _of(64, 128, 512, dtype=BF16)),
@@ -261,6 +280,7 @@ OPERATIONS = {
         (_of(1024, dtype=I32), _of(8192, 512)),
         None,
     ),
+    "kernel with a loop": (_loop, (_of(1, dtype=I32), _of(512, 512)), None),
     "softmax": (jax.nn.softmax, (_of(2048, 8192, dtype=BF16),), None),
     "normalization": (
         lambda x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),
@@ -308,6 +328,7 @@ def test_a_single_operation_keeps_the_limits(name):
         ("top_k", "custom call TopK"),
         ("cond", "conditional"),
         ("while", "one iteration of a loop of unknown length"),
+        ("kernel with a loop", "custom kernel, one iteration of its loops"),
         ("io_callback", "callback to the host"),
         ("debug.print", "callback to the host"),
         ("qr", "custom call QrDecompositionBlock"),
@@ -318,3 +339,11 @@ def test_what_is_guessed_is_listed_with_its_seconds_and_line(name, what):
     (guess,) = (guess for guess in plan.time.guessed if guess.what == what)
     assert 0 < guess.seconds <= plan.time.step_s
     assert name == "qr" or guess.source.startswith(__file__)
+
+
+def test_the_mfu_of_a_product_counts_the_part_that_is_used():
+    plan = _plan("part of a product")
+    assert plan.model_flops == pytest.approx(2 * 256 * 4096**2)
+    assert any("runs 6% of the model FLOPs" in note for note in plan.notes)
+    assert _plan("product that is not used").mfu == 0
+    assert _plan("repeated product").model_flops == _plan("product").model_flops
