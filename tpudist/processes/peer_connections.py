@@ -92,7 +92,8 @@ class PeerConnections:
 
     def silence_s(self) -> float:
         """Returns the seconds since process 0 was heard; 0 without a connection."""
-        return 0.0 if self._heard_s is None else this_host().monotonic() - self._heard_s
+        heard_s = self._heard_s  # read once: the thread of the connection may forget it
+        return 0.0 if heard_s is None else this_host().monotonic() - heard_s
 
     def close(self) -> None:
         """Announces that this process exits in order, and closes all connections."""
