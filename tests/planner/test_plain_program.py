@@ -96,6 +96,7 @@ def test_results_that_a_method_keeps_in_its_object_are_results():
     w = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     plan = planner.plan(lambda w, x: update(w, x)[1], w, X)
     assert plan.memory.donated_bytes == 16 * 16 * 4
+    assert plan.model_flops == 2 * 2 * 64 * 16 * 16
 
 
 def test_references_are_arguments_without_data():

@@ -154,8 +154,8 @@ def lower_call(
                     return LoweredCall(name, lowered, traced.jaxpr)
                 static = {static_argnums} if isinstance(static_argnums, int) else {*static_argnums}
                 args = tuple(x for i, x in enumerate(call.args) if i not in static)
-                inner = inner.trace(*jax.tree.leaves((args, call.kwargs)))
-                lowered = inner.lower(lowering_platforms=call.platforms)
+                traced = inner.trace(*jax.tree.leaves((args, call.kwargs)))
+                lowered = traced.lower(lowering_platforms=call.platforms)
                 return LoweredCall(name, lowered, traced.jaxpr, call.leaves)
             if call.platforms is not None:
                 return _lower_wrapped(name, jitted, call)
@@ -178,12 +178,12 @@ def lower_call(
 
 def _lower_wrapped(name: str, step: Callable[..., Any], call: PlacedCall) -> LoweredCall:
     """Lowers a step whose own `lower` cannot do so for other platforms."""
-    traced = _trace_wrapped(step, call)
-    inner = jit_only_call(traced)
+    inner = jit_only_call(_trace_wrapped(step, call))
     if inner is None:
         raise OtherDevices(f"{name} is on devices of this machine. {DEVICES_RULE}")
     arrays = [x for x in jax.tree.leaves((call.args, call.kwargs)) if isinstance(x, jax.Array)]
-    lowered = inner.trace(*arrays).lower(lowering_platforms=call.platforms)
+    traced = inner.trace(*arrays)
+    lowered = traced.lower(lowering_platforms=call.platforms)
     return LoweredCall(name, lowered, traced.jaxpr, call.leaves)
 
 
@@ -197,6 +197,8 @@ def _trace_wrapped(step: Callable[..., Any], call: PlacedCall) -> jax.stages.Tra
         for i, x in zip(places, arrays, strict=True):
             full[i] = x
         args, kwargs = treedef.unflatten(full)
-        return [x for x in jax.tree.leaves(step(*args, **kwargs)) if isinstance(x, jax.Array)]
+        # The step may change objects in place, which are results, too.
+        results = step(*args, **kwargs), args, kwargs
+        return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
 
     return jax.jit(call_with).trace([leaves[i] for i in places])
