@@ -1,5 +1,6 @@
 """Programs written as text, for tests of what reads them."""
 
+from tpudist.xla.estimate import flops
 from tpudist.xla.hlo import hlo_module
 
 
@@ -25,3 +26,21 @@ def kernel(name, *operands, results="bf16[2,8,2048,128]", config="{}"):
     call = f'custom-call({names}), custom_call_target="tpu_custom_call", backend_config={config}'
     module = program(*lines, f"%{name}.1 = {results} {call}")
     return module, last(module)
+
+
+def executions(module, computation=None, count=1):
+    """Yields the scheduled instructions of a step with their run counts, all branches included."""
+    computation = computation or module.entry
+    for instruction in computation.instructions.values():
+        yield instruction, count
+        if instruction.opcode in ("call", "call-start", "async-start", "while", "conditional"):
+            trips = module.trip_counts[instruction.name] if instruction.opcode == "while" else 1
+            for _, name in instruction.called:
+                if name in module.computations:
+                    callee = module.computations[name]
+                    yield from executions(module, callee, count * (1 if trips is None else trips))
+
+
+def step_flops(module):
+    """The operations of a step in matrix multiplications."""
+    return sum(n * flops.instruction_flops(module, i) for i, n in executions(module))

@@ -265,7 +265,6 @@ backend_config={"estimated_cycles":"CYCLES"}
     assert guess.seconds == pytest.approx(estimate.step_s - guess.branches[0])
     assert estimate.low_s < guess.branches[0] * 2
     assert estimate.step_s == pytest.approx(9e6 / instruction_time.Rates.of(V5E).other_cycles_per_s)
-    assert [run.instruction.name for run in module.executions()][-1] == "n.dear"
 
 
 def _compiled(name, function, *shapes):
@@ -289,7 +288,7 @@ def test_the_microbenchmark_cycles_match_this_compiler():
 
 
 def _cycles(module):
-    return sum(run.instruction.cycles or 0 for run in module.executions())
+    return sum(run.cycles or 0 for run, _ in hlo_programs.executions(module))
 
 
 @pytest.mark.libtpu

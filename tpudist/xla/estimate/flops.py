@@ -24,13 +24,6 @@ _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 _CONTRACTING = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
 
 
-def step_flops(module: Module) -> float:
-    """Returns the operations of one step on one device, including the trip counts of loops."""
-    return sum(
-        run.count * instruction_flops(module, run.instruction) for run in module.executions()
-    )
-
-
 def instruction_flops(module: Module, instruction: Instruction) -> float:
     """Returns the operations of one run of an instruction, including the contents of a fusion.
 

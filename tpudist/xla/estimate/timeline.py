@@ -202,14 +202,13 @@ class _Reader:
             trips = 1 if trips is None else trips
             body = self._module.computations[instruction.callee("body") or ""]
             return [_Loop(self.read(body, count * trips), trips)]
-        if opcode in ("call", "async-start", "call-start"):
-            callees = self._module.callees_in_schedule(instruction, lambda _: 0.0)
-            return [_Loop(self.read(callee, count), 1) for callee in callees]
-        if opcode != "conditional":
+        if opcode not in ("call", "async-start", "call-start", "conditional"):
             return []
-        branches = (self._module.computations.get(name) for _, name in instruction.called)
-        read = [self.read(branch, count) for branch in branches if branch]
-        return [_Branches(instruction, count, read)]
+        callees = (self._module.computations.get(name) for _, name in instruction.called)
+        read = [self.read(callee, count) for callee in callees if callee]
+        if opcode == "conditional":
+            return [_Branches(instruction, count, read)]
+        return [_Loop(actions, 1) for actions in read]
 
 
 class _Player:

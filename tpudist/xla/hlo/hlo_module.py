@@ -10,7 +10,7 @@ Shapes are per device. Source: `jax.stages.Compiled.as_text()`; syntax: xla/hlo/
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from tpudist.xla.hlo import replica_groups, source_lines
 from tpudist.xla.hlo.instructions import Computation, Instruction
@@ -27,16 +27,6 @@ _NAME = re.compile(r"(?:^|(?<= )|(?<=/))([\w.-]+)(?=,|$)")
 # Number of instructions that `origin` follows in one direction. Chains of copies that the compiler
 # adds are shorter.
 _MAX_DISTANCE_TO_ORIGIN = 16
-# Opcodes whose called computation the device runs once, in the schedule, rather than per element.
-_CALLS = ("call", "call-start", "async-start", "while", "conditional")
-
-
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """An instruction of a step and the number of times that one step runs it."""
-
-    instruction: Instruction
-    count: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -156,49 +146,6 @@ class Module:
         callee = self.computations.get(instruction.callee("calls") or "")
         if instruction.opcode == "fusion" and callee:
             yield from reversed(callee.instructions.values())
-
-    def executions(self, cost: Callable[[Instruction], float] | None = None) -> Iterator[Execution]:
-        """Yields every scheduled instruction of a step with its run count.
-
-        Leaves out the contents of fusions, and computations that run per element (the addition of
-        a reduction). A conditional counts as its most expensive branch.
-
-        Args:
-            cost: Called with an instruction; returns the cost of one run, by which branches are
-                compared. By default XLA's estimated cycles.
-        """
-        cost = cost or (lambda instruction: instruction.cycles or 0)
-        return self._executions(self.entry, 1.0, cost)
-
-    def _executions(
-        self, computation: Computation, count: float, cost: Callable[[Instruction], float]
-    ) -> Iterator[Execution]:
-        for instruction in computation.instructions.values():
-            yield Execution(instruction, count)
-            if instruction.opcode not in _CALLS:
-                continue
-            trips = self.trip_counts[instruction.name] if instruction.opcode == "while" else 1
-            inner = count * (1 if trips is None else trips)
-            for callee in self.callees_in_schedule(instruction, cost):
-                yield from self._executions(callee, inner, cost)
-
-    def callees_in_schedule(
-        self, instruction: Instruction, cost: Callable[[Instruction], float]
-    ) -> list[Computation]:
-        """Returns the computations whose instructions the device runs for `instruction`."""
-        if instruction.opcode not in _CALLS:
-            return []
-        callees = [
-            self.computations[name] for _, name in instruction.called if name in self.computations
-        ]
-        if instruction.opcode != "conditional" or not callees:
-            return callees
-
-        # Costs a branch again at each enclosing conditional; JAX's conditionals nest shallowly.
-        def branch_cost(branch: Computation) -> float:
-            return sum(e.count * cost(e.instruction) for e in self._executions(branch, 1.0, cost))
-
-        return [max(callees, key=branch_cost)]
 
 
 def parse(text: str, *, scan_lengths: Mapping[str, int] | None = None) -> Module:
