@@ -43,7 +43,7 @@ def list_guesses(module: Module, simulated: Timeline) -> tuple[Guess, ...]:
 def sum_seconds(module: Module, simulated: Timeline) -> float:
     """Returns the seconds per step of guessed instructions and of loops of unknown length."""
     guessed = {id(event): event for event in simulated.events if event.price and event.price.guess}
-    for loop in _unknown_loops(module):
+    for loop in module.unknown_loops:
         guessed |= {id(event): event for event in _events_of(module, loop, simulated.events)}
     return _sum(guessed.values())
 
@@ -53,7 +53,7 @@ def _guesses(module: Module, simulated: Timeline) -> Iterator[Guess]:
         if event.price and event.price.guess:
             origin = module.origin(event.instruction)
             yield Guess(event.price.guess, _sum([event]), origin.source)
-    for loop in _unknown_loops(module):
+    for loop in module.unknown_loops:
         seconds = _sum(_events_of(module, loop, simulated.events))
         yield Guess("one iteration of a loop of unknown length", seconds, _source(module, loop))
     for conditional in simulated.conditionals:
@@ -64,15 +64,6 @@ def _guesses(module: Module, simulated: Timeline) -> Iterator[Guess]:
 
 def _source(module: Module, instruction: Instruction) -> str | None:
     return instruction.source or module.origin(instruction).source
-
-
-def _unknown_loops(module: Module) -> list[Instruction]:
-    instructions = (
-        instruction
-        for computation in module.computations.values()
-        for instruction in computation.instructions.values()
-    )
-    return [i for i in instructions if i.opcode == "while" and module.trip_counts[i.name] is None]
 
 
 def _events_of(module: Module, loop: Instruction, events: Iterable[Event]) -> list[Event]:

@@ -6,7 +6,6 @@ carry of the loop is updated in place.
 """
 
 import dataclasses
-from collections.abc import Iterator
 
 from tpudist.xla.estimate.timeline import Timeline, compute_seconds
 from tpudist.xla.hlo.hlo_module import Module
@@ -44,7 +43,8 @@ def find(module: Module, simulated: Timeline) -> list[LoopCopy]:
         counts[name] = event.count
         seconds[name] = event.count * (compute_seconds(event) + event.exposed_s)
     found = []
-    for body in _bodies(module):
+    for loop in module.loops.values():
+        body = module.computations[loop.callee("body") or ""]
         for update in body.instructions.values():
             if (value := _value_of_update(module, update)) is None:
                 continue
@@ -55,13 +55,6 @@ def find(module: Module, simulated: Timeline) -> list[LoopCopy]:
                 total_s = sum(seconds.get(copy.name, 0.0) for copy in copies)
                 found.append(LoopCopy(module.origin(update).source, num_bytes, total_s))
     return sorted(found, key=lambda copy: -copy.seconds)
-
-
-def _bodies(module: Module) -> Iterator[Computation]:
-    for computation in module.computations.values():
-        for instruction in computation.instructions.values():
-            if instruction.opcode == "while":
-                yield module.computations[instruction.callee("body") or ""]
 
 
 def _value_of_update(module: Module, instruction: Instruction) -> Instruction | None:

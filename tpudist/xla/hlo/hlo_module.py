@@ -54,19 +54,24 @@ class Module:
     def trip_counts(self) -> dict[str, int | None]:
         """Number of times that each `while` runs its body, by name; None if it is unknown."""
         counts = count_trips(self.computations)
-        for name, loop in self._loops.items():
+        for name, loop in self.loops.items():
             if counts[name] is None:
                 counts[name] = self.scan_lengths.get(loop.op_name)
         return counts
 
     @functools.cached_property
     def unknown_trip_counts(self) -> tuple[str, ...]:
-        """The loops with an unknown trip count, which count once: their `op_name`, or name."""
-        unknown = (name for name, count in self.trip_counts.items() if count is None)
-        return tuple(self._loops[name].op_name or name for name in unknown)
+        """The `op_name`, or name, of each of the `unknown_loops`."""
+        return tuple(loop.op_name or loop.name for loop in self.unknown_loops)
+
+    @property
+    def unknown_loops(self) -> list[Instruction]:
+        """The loops with an unknown trip count, which count once."""
+        return [loop for name, loop in self.loops.items() if self.trip_counts[name] is None]
 
     @functools.cached_property
-    def _loops(self) -> dict[str, Instruction]:
+    def loops(self) -> dict[str, Instruction]:
+        """Each `while`, by name."""
         return {
             i.name: i
             for computation in self.computations.values()
@@ -138,7 +143,7 @@ class Module:
 
     @functools.cached_property
     def _bodies(self) -> set[str]:
-        return {loop.callee("body") or "" for loop in self._loops.values()}
+        return {loop.callee("body") or "" for loop in self.loops.values()}
 
     def _inside(self, instruction: Instruction) -> Iterator[Instruction]:
         """Yields the instruction and, if it is a fusion, its contents, the root first."""
