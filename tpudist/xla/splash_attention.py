@@ -18,15 +18,22 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 LANES = 128
 """The sizes of the tiles of the kernel are multiples of this number."""
-# MaxText's default (`sa_block_q` in its base.yml). The scores of such a tile take 1 MiB. Much
-# larger tiles exceed the 16 MiB of VMEM that XLA gives a kernel by default.
-_BLOCK = 512
+BLOCK = 512
+"""Most rows and columns of a tile by default: MaxText's default (`sa_block_q` in its base.yml).
+
+The scores of such a tile take 1 MiB. A kernel with tiles of 1024, for heads of width 256, or of
+2048 exceeds the 16 MiB of VMEM that XLA gives a kernel, unless an option of the compiler changes
+that.
+"""
 # The backward pass computes the gradient of the queries once per part of the keys and adds the
 # results. Few parts save memory traffic, many parts skip more of the masked scores. With at most
 # 2048 keys per part (MaxText's recipes for v6e) keys, values and their gradients fit into VMEM.
 # That is for heads of width 128; wider heads have fewer keys per part.
 _BACKWARD_PARTS = 4
 _LARGEST_PART = 2048
+# A kernel of the backward pass writes the gradient of the queries once per part. For a whole long
+# sequence these copies would grow with the square of its length.
+_MOST_PARTS = 8
 _NO_MASK = mask_info.MaskInfo(None, None, None, None, None)
 _LAYOUT = splash.QKVLayout.HEAD_DIM_MINOR
 
@@ -132,6 +139,48 @@ class SplashBlocks:
 
         See `models.parts.attention_tiles.backward`.
         """
+        queries, keys = (query, log_weight, out_dot_d_out, d_out), (key, value)
+        chunk = self._chunk(query, is_causal)
+        if chunk == query.shape[2]:
+            return self._backward(queries, keys, is_causal)
+        queries, keys = (tuple(_cut(x, chunk) for x in y) for y in (queries, keys))
+        count = len(keys[0])
+        # One kernel for all chunks on the diagonal, and one in a loop over the other pairs.
+        if is_causal:
+            rows = (tuple(jnp.concatenate(x) for x in y) for y in (queries, keys))
+            found = self._backward(*rows, is_causal)
+            totals = tuple(x.reshape(count, -1, *x.shape[1:]).astype(jnp.float32) for x in found)
+        else:
+            totals = tuple(jnp.zeros(x.shape, jnp.float32) for x in (queries[0], *keys))
+
+        def add_pair(
+            totals: tuple[jax.Array, ...], pair: jax.Array
+        ) -> tuple[tuple[jax.Array, ...], None]:
+            of_queries, of_keys = pair
+            found = self._backward(
+                tuple(_take(x, of_queries) for x in queries),
+                tuple(_take(x, of_keys) for x in keys),
+                False,
+            )
+            places = (of_queries, of_keys, of_keys)
+            return tuple(map(_add_at, totals, places, found)), None
+
+        pairs = [(i, j) for i in range(count) for j in range(i if is_causal else count)]
+        totals, _ = jax.lax.scan(add_pair, totals, jnp.array(pairs))
+        d_query, d_key, d_value = (jnp.concatenate(tuple(x), axis=2) for x in totals)
+        return d_query, d_key, d_value
+
+    def _chunk(self, query: jax.Array, is_causal: bool) -> int:
+        """Returns the number of queries, and of keys, of one kernel of the backward pass."""
+        size = self._options(query, is_causal).backward_block
+        parts = query.shape[2] // size
+        return size * next(n for n in range(min(parts, _MOST_PARTS), 0, -1) if parts % n == 0)
+
+    def _backward(
+        self, queries: tuple[jax.Array, ...], keys: tuple[jax.Array, ...], is_causal: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        query, log_weight, out_dot_d_out, d_out = queries
+        key, value = keys
         options = self._options(query, is_causal)
         mask, mask_function = _NO_MASK, None
         if is_causal:
@@ -176,12 +225,26 @@ class SplashBlocks:
         return _Options(heads, *sizes, None, self.interpret, None, None)
 
 
+def _cut(x: jax.Array, chunk: int) -> jax.Array:
+    """Returns the chunks `[chunks, batch, heads, chunk, ...]` of `[batch, heads, length, ...]`."""
+    return jnp.stack(jnp.split(x, x.shape[2] // chunk, axis=2))
+
+
+def _take(chunks: jax.Array, place: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(chunks, place, keepdims=False)
+
+
+def _add_at(total: jax.Array, place: jax.Array, x: jax.Array) -> jax.Array:
+    new = _take(total, place) + x.astype(total.dtype)
+    return jax.lax.dynamic_update_index_in_dim(total, new, place, 0)
+
+
 def _block_sizes(
     length: int, width: int, block: int | None, backward_block: int | None, parts: int
 ) -> tuple[int, int]:
     if block is None:  # the largest tile that needs the least padding
         padded = -(-length // LANES) * LANES
-        block = next(size for size in range(_BLOCK, 0, -LANES) if padded % size == 0)
+        block = next(size for size in range(BLOCK, 0, -LANES) if padded % size == 0)
     if block < 1 or block % LANES:
         raise ValueError(
             f"A tile of Splash attention must have a multiple of {LANES} rows; got {block}. Use "

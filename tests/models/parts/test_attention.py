@@ -117,6 +117,21 @@ def test_ring_attention_with_the_kernel_matches_attention():
     assert_same(jax.jit(everywhere)(*inputs), with_gradients("dot_product")(*inputs), 2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_gradients_in_chunks_equal_those_of_one_kernel(is_causal, monkeypatch):
+    """A kernel for a whole long sequence would need memory for the square of its length."""
+    query, key, value = (
+        jnp.moveaxis(x, 2, 1) for x in query_key_value(1, 384, heads=2, kv_heads=1, width=128)
+    )
+    out, log_weight = attention.attention_tiles.forward(query, key, value, is_causal)
+    arrays = (query, key, value, log_weight, jnp.square(out).sum(-1), out, is_causal)
+    monkeypatch.setattr(splash_attention, "_MOST_PARTS", 1)  # three chunks
+    found = splash_attention.SplashBlocks(128, 128, interpret=True).backward(*arrays)
+    for got, wanted in zip(found, attention.attention_tiles.backward(*arrays), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-5)
+
+
 def test_ring_order_gives_each_device_an_early_and_a_late_chunk():
     split = PartitionSpec("s")
     for devices in (2, 3):
