@@ -24,8 +24,11 @@ from tpudist.models.transformer_config import TransformerConfig
 from tpudist.planner import Candidate, GlobalBatch
 from tpudist.strategies.tpu import TPUStrategy
 from tpudist.training import steps
+from tpudist.xla import splash_attention
+from tpudist.xla.compiler.compiler_options import options_for_chip
 from tpudist.xla.hardware.slices import Slice
 
+_VMEM_OPTION = "xla_tpu_scoped_vmem_limit_kib"
 _MAX_DEFAULT_LENGTH = 8192  # tokens of a sequence of a model in a folder, if it supports as many
 OPTIMIZERS = {
     # The learning rate changes no shape, so a plan does not depend on it.
@@ -226,8 +229,11 @@ def _read_maxtext(options: ReferenceOptions, slice_: Slice) -> MaxTextStep:
         raise WrongUse(
             f"--maxtext {options.maxtext[0]} and --preset or --hf both choose a model. Pass one."
         )
+    # MaxText's recipes give kernels more VMEM, which the options of some chips do, too.
+    has_more = _VMEM_OPTION in options_for_chip(slice_.generation)
+    largest_tile = None if has_more else splash_attention.BLOCK
     try:
-        step = read_maxtext(options.maxtext, slice_.num_devices, slice_.num_slices)
+        step = read_maxtext(options.maxtext, slice_.num_devices, slice_.num_slices, largest_tile)
     except (ValueError, OSError) as error:
         raise WrongUse(str(error)) from error
     if step.unmapped:

@@ -29,9 +29,9 @@ def read(tmp_path):
     (tmp_path / "base.yml").write_text(BASE)
     (tmp_path / "models" / "mixtral-8x7b.yml").write_text(MIXTRAL)
 
-    def read(overrides, num_devices=256, num_slices=1):
+    def read(overrides, num_devices=256, num_slices=1, largest_tile=None):
         arguments = [str(tmp_path / "base.yml"), *overrides.split()]
-        return read_maxtext(arguments, num_devices, num_slices)
+        return read_maxtext(arguments, num_devices, num_slices, largest_tile)
 
     return read
 
@@ -70,6 +70,13 @@ def test_a_model_has_its_file_and_experts_are_grouped(read):
     assert {name: getattr(config, name) for name in expected} == expected
     config = read("model_name=mixtral-8x7b sparse_matmul=false capacity_factor=1.25").config
     assert (config.expert_method, config.expert_capacity) == ("dispatch", 1.25)
+
+
+def test_a_tile_that_the_compiler_rejects_is_not_mapped(read):
+    """MaxText's recipes have such tiles together with flags of the compiler."""
+    step = read("sa_block_q=1024 sa_block_kv=1024", largest_tile=512)
+    assert step.config.splash_block is None
+    assert {"sa_block_q=1024", "sa_block_kv=1024"} <= set(step.unmapped)
 
 
 @pytest.mark.parametrize(

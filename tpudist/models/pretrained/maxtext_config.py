@@ -87,13 +87,17 @@ class MaxTextStep:
     unmapped: tuple[str, ...]
 
 
-def read_maxtext(arguments: Sequence[str], num_devices: int, num_slices: int) -> MaxTextStep:
+def read_maxtext(
+    arguments: Sequence[str], num_devices: int, num_slices: int, largest_tile: int | None = None
+) -> MaxTextStep:
     """Returns the training step that a command line of MaxText describes.
 
     Args:
         arguments: Path of a YAML file such as `base.yml`, and `key=value` overrides.
         num_devices: Number of devices of all slices.
         num_slices: Number of slices.
+        largest_tile: Most rows of a tile of attention that the compiler accepts; None for all.
+            Larger tiles are not mapped, so the model chooses its own.
 
     Raises:
         FileNotFoundError: If a file does not exist.
@@ -115,7 +119,7 @@ def read_maxtext(arguments: Sequence[str], num_devices: int, num_slices: int) ->
         raise _error("opt_type", optimizer, f"is not one of {', '.join(_OPTIMIZERS)}")
     axes = _axes(values, num_devices, num_slices)
     return MaxTextStep(
-        config=_config(values, length, axes),
+        config=_config(values, length, axes, largest_tile),
         length=length,
         global_batch=int(rows),
         replica_axes=axes,
@@ -160,7 +164,9 @@ def _axes(values: MaxTextValues, num_devices: int, num_slices: int) -> dict[str,
     return axes
 
 
-def _config(values: MaxTextValues, length: int, axes: dict[str, int]) -> TransformerConfig:
+def _config(
+    values: MaxTextValues, length: int, axes: dict[str, int], largest_tile: int | None
+) -> TransformerConfig:
     block = values["decoder_block"]
     if block not in _BLOCKS:
         raise _error("decoder_block", block, f"is not one of {', '.join(_BLOCKS)}")
@@ -201,7 +207,8 @@ def _config(values: MaxTextValues, length: int, axes: dict[str, int]) -> Transfo
     }
     if values.get("attention_type", "global") == "local_sliding":
         fields["attention_window"] = values["sliding_window_size"]
-    fields |= _activation(values) | _experts(values, heads_scale) | _tiles(values)
+    fields |= _activation(values) | _experts(values, heads_scale)
+    fields |= _tiles(values, largest_tile)
     return TransformerConfig(**fields | _BLOCKS[block](values, fields))
 
 
@@ -259,10 +266,13 @@ def _experts(values: MaxTextValues, scale: int) -> Values:
     }
 
 
-def _tiles(values: MaxTextValues) -> Values:
-    """Returns the tiles of attention, if they were chosen and are square."""
+def _tiles(values: MaxTextValues, largest: int | None) -> Values:
+    """Returns the tiles of attention, if they were chosen, are square and not too large."""
     rows, columns = "sa_block_q", "sa_block_kv"
     if not {rows, columns} & values.chosen or values[rows] != values[columns]:
+        return {}
+    if largest is not None and values[rows] > largest:
+        values.ignore(rows, columns)
         return {}
     fields = {"splash_block": values[rows]}
     if "sa_block_kv_dkv" in values.chosen and values["sa_block_kv_dkv"] % values[rows] == 0:

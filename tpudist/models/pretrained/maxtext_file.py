@@ -83,6 +83,10 @@ class MaxTextValues:
         """Returns the value of a key that older files may lack."""
         return self[key] if key in self._values else default
 
+    def ignore(self, *keys: str) -> None:
+        """Reports keys as unmapped although they were read."""
+        self._read -= set(keys)
+
     def find_unmapped_keys(self) -> tuple[str, ...]:
         """Returns the keys, with values, that change a step and were not read."""
         found = []
