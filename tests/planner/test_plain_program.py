@@ -195,6 +195,21 @@ def test_a_step_on_emulated_devices_is_planned_for_as_many_of_a_slice(jit):
     assert plan.model_flops == expected.model_flops
 
 
+@pytest.mark.libtpu
+@pytest.mark.parametrize("mesh", [None, {"data": 8}])
+def test_a_step_may_compute_constants_while_it_is_traced(mesh):
+    """The devices of the slice are only descriptions, so this machine computes them."""
+
+    def step(x):
+        with jax.ensure_compile_time_eval():
+            angles = jnp.sin(jnp.arange(16.0))
+        return x * angles
+
+    rows = None if mesh is None else P("data")
+    plan = planner.plan(step, X, topology="v5e-8", mesh=mesh, in_shardings=rows)
+    assert plan.num_devices == (1 if mesh is None else 8)
+
+
 def needs_value(model, batch):
     return model if batch["x"].sum() > 0 else model * 2
 

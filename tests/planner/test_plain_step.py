@@ -187,6 +187,10 @@ def test_a_mesh_of_another_machine_is_moved_to_a_slice_or_explained():
         planner.plan(step, *state, sharded, topology="v5e-4")
     with pytest.raises(ValueError, match=r"lowered for 8 x cpu.*as many devices as the slice has"):
         planner.plan(*with_own_mesh(), topology="v5e-4")
+    jitted = jax.jit(with_own_mesh()[0])
+    assert planner.plan(jitted.trace(X), topology="v5e-8").topology == "v5e-8"
+    with pytest.raises(ValueError, match=r"lowered for 8 x cpu.*keeps its kind of devices"):
+        planner.plan(jitted.lower(X), topology="v5e-8")
     with pytest.raises(ValueError, match="mesh of its own. Omit mesh"):
         planner.plan(*with_own_mesh(), topology="v5e-8", mesh={"data": 8})
     with pytest.raises(ValueError, match=r"mesh=.* has 4 devices, but the topology has 8"):

@@ -18,9 +18,8 @@ from tpudist.cli.errors import WrongUse
 from tpudist.planner import Plan
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.show.formats import format_error
-from tpudist.strategy import absent_devices
 from tpudist.xla import descriptions, topology as topologies
-from tpudist.xla.compiler.visible_devices import show_devices
+from tpudist.xla.compiler.visible_devices import means_absent_devices, show_devices
 
 RULE = (
     "Name a function make_step(candidate) that returns (strategy, fn, args), or for plain JAX a "
@@ -52,7 +51,7 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
     arguments of `planner.plan`.
 
     Args:
-        name: "module:function" or "file.py:function"; or a program that is lowered already.
+        name: "module:function" or "file.py:function". It may also name a lowered program.
         topology: Slice whose devices JAX reports if the module or the function makes a mesh that
             has more devices than this machine.
 
@@ -95,7 +94,7 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
         except SystemExit as error:
             raise WrongUse(f"{name} failed: {format_error(error)}") from error
         except (AttributeError, jax.errors.JaxRuntimeError) as error:
-            if not absent_devices.is_sign(error):
+            if not means_absent_devices(error):
                 raise
             raise WrongUse(
                 f"{name} computed a value on devices of tpudist.planner.devices, which are "

@@ -10,7 +10,16 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 from jax.ref import AbstractRef, Ref
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+    use_abstract_mesh,
+)
 
 from tpudist.array_types import PyTree, Shape
 from tpudist.programs import value_errors
@@ -116,10 +125,13 @@ class Placement:
         topology: Slice of the plan; None for the devices of the shardings.
         mesh: Mesh of the plan, or the sizes of its axes on the slice; None for that of
             `jax.set_mesh`, or of the shardings.
+        computes: Whether the step computes values while it is traced. JAX would use the devices of
+            the plan for them, which are only descriptions, if they were its default.
     """
 
-    def __init__(self, topology: str | None, mesh: MeshLike | None):
+    def __init__(self, topology: str | None, mesh: MeshLike | None, computes: bool = False):
         self._devices = None if topology is None else list(topologies.devices(topology))
+        self._computes = computes
         self._mesh = mesh if mesh is None or isinstance(mesh, Mesh) else self._make_mesh(mesh)
 
     def place(
@@ -144,17 +156,19 @@ class Placement:
 
     def lower_elsewhere(self, call: PlacedCall) -> PlacedCall:
         """Returns a call on other devices that is lowered for those of the plan."""
-        assert self._devices is not None, "there are no others without a topology"
-        devices = self._devices
 
         def surroundings() -> AbstractContextManager:
             stack = ExitStack()
-            stack.enter_context(show_devices(devices))
+            stack.enter_context(show_devices(self._devices or ()))
             stack.enter_context(call.surroundings())
             return stack
 
-        platforms = (devices[0].platform,)
-        return dataclasses.replace(call, surroundings=surroundings, platforms=platforms)
+        return dataclasses.replace(call, surroundings=surroundings, platforms=self.platforms)
+
+    @property
+    def platforms(self) -> tuple[str, ...] | None:
+        """Platforms to lower a step for that is on other devices; None for their own."""
+        return None if self._devices is None else (self._devices[0].platform,)
 
     def mesh_like(self, mesh: Mesh | AbstractMesh) -> Mesh | None:
         """Returns a mesh with these axes on the devices of the plan; None if there is none."""
@@ -176,21 +190,28 @@ class Placement:
             if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
                 sharding = self._move(sharding)
             else:
-                sharding = (
-                    None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec())
-                )
+                sharding = self._default_sharding()
         facts = {"sharding": sharding, "weak_type": is_weakly_typed(x)}
         if isinstance(x, _REFS):
             return _PlacedRef(jax.ShapeDtypeStruct(x.shape, x.dtype, **facts))
         return _AbstractArray(x.shape, x.dtype, **facts)
 
+    def _default_sharding(self) -> Sharding | None:
+        if self._mesh is not None:
+            return NamedSharding(self._mesh, PartitionSpec())
+        if self._computes and self._devices is not None:
+            return SingleDeviceSharding(self._devices[0])
+        return None  # that of the default device
+
     def _surroundings(self) -> AbstractContextManager:
         stack = ExitStack()
         if self._devices is not None:
             stack.enter_context(show_devices(self._devices))
-        if self._mesh is not None:
+        if self._mesh is not None and self._computes:
+            stack.enter_context(use_abstract_mesh(self._mesh.abstract_mesh))
+        elif self._mesh is not None:
             stack.enter_context(jax.set_mesh(self._mesh))
-        elif self._devices is not None:
+        elif self._devices is not None and not self._computes:
             # A step without shardings uses the default device.
             stack.enter_context(jax.default_device(self._devices[0]))
         return stack

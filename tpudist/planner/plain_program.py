@@ -10,11 +10,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpudist.keras.method_program import MethodProgram
 from tpudist.planner import input_roles
-from tpudist.planner.plain_placement import EQUINOX_INPUT, LeafFacts, PlacedCall
+from tpudist.planner.plain_placement import EQUINOX_INPUT, LeafFacts, PlacedCall, Placement
 from tpudist.programs import jaxprs
 from tpudist.xla import descriptions
 from tpudist.xla.compiler import lowered_program
 from tpudist.xla.compiler.only_call import jit_only_call
+from tpudist.xla.compiler.visible_devices import means_absent_devices
 from tpudist.xla.estimate.memory import InputLeaf
 
 Step = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered
@@ -32,7 +33,7 @@ _RULES = {
 
 
 class OtherDevices(ValueError):
-    """A step has a mesh of other devices than its arguments.
+    """A step has a mesh of other devices than its arguments, or computes values on absent devices.
 
     Remedy: make both meshes of the same devices. For a slice, run the program on as many emulated
     devices, or make its mesh of `tpudist.planner.devices`.
@@ -100,11 +101,17 @@ class LoweredCall:
         return [(name, None) for name in own]  # a wrapper has changed the order
 
 
-def lower_program(program: jax.stages.Traced | jax.stages.Lowered) -> LoweredCall:
+def lower_program(
+    program: jax.stages.Traced | jax.stages.Lowered, placement: Placement
+) -> LoweredCall:
     """Returns a program that has its shapes and shardings."""
     if isinstance(program, jax.stages.Lowered):
         return LoweredCall("lowered program", program)
-    return LoweredCall(program.fun_name, program.lower(), program.jaxpr)
+    lowered = LoweredCall(program.fun_name, program.lower(), program.jaxpr)
+    if placement.has_devices(lowered.mesh):
+        return lowered
+    own = program.lower(lowering_platforms=placement.platforms)
+    return dataclasses.replace(lowered, lowered=own, slice_mesh=placement.mesh_like(lowered.mesh))
 
 
 def lower_method(program: MethodProgram, call: PlacedCall) -> LoweredCall:
@@ -167,6 +174,13 @@ def lower_call(
                 if problem in str(error):
                     raise ValueError(f"{error}\n{rule}") from error
             raise
+        except (AttributeError, jax.errors.JaxRuntimeError) as error:
+            if not means_absent_devices(error):
+                raise
+            raise OtherDevices(
+                f"{name} computed a value on a device that is only a description: {error}\n"
+                f"{DEVICES_RULE}"
+            ) from error
         except (TypeError, IndexError) as error:  # also those of JAX about values of arrays
             error.args = (call.name_inputs(str(error)), *error.args[1:])
             raise

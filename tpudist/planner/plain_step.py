@@ -34,6 +34,11 @@ from tpudist.planner.show.progress import Progress, show_progress
 from tpudist.xla.compiler import compiler_process
 from tpudist.xla.hardware import slices
 
+_RULE_OF_LOWERED = (
+    "A lowered program keeps its kind of devices. Pass the function, or what its `trace` returns; "
+    "or lower it for a mesh of tpudist.planner.devices."
+)
+
 
 def plan(
     step: Step,
@@ -104,7 +109,7 @@ def plan(
                     "planner.plan received a lowered program and arguments. A lowered program has "
                     "its shapes and shardings: pass it alone, or pass the function instead of it."
                 )
-            lowered = lower_program(step)
+            lowered = lower_program(step, Placement(topology, None))
         elif not callable(step):
             raise TypeError(
                 f"planner.plan received {step!r}, a {type(step).__name__}. Pass a function of JAX "
@@ -128,15 +133,17 @@ def _lower_step(
     mesh: MeshLike | None,
     numbers: tuple[int | Sequence[int], int | Sequence[int]],
 ) -> LoweredCall:
-    placement = Placement(topology, mesh)
-    try:
-        lowered = lower_call(step, placement.place(step, *values), *numbers)
-    except OtherDevices:
-        if topology is None:
-            raise
-    else:
-        if placement.has_devices(lowered.mesh):
-            return lowered
+    for computes in (False, True):
+        placement = Placement(topology, mesh, computes)
+        try:
+            lowered = lower_call(step, placement.place(step, *values), *numbers)
+        except OtherDevices:
+            if topology is None:
+                raise
+        else:
+            if placement.has_devices(lowered.mesh):
+                return lowered
+            break
     # The mesh of the step has devices of this machine, which may be emulated. The program names
     # only its axes, so it is lowered for them, and compiled for as many devices of the slice.
     if isinstance(mesh, Mapping):
@@ -191,9 +198,9 @@ def _check_devices(topology: str | None, mesh: Mesh) -> None:
     else:
         name, number = described
         found = f"{number}x{name}" if number > 1 else name
+    rule = _RULE_OF_LOWERED if mesh.size == requested.num_devices else DEVICES_RULE
     raise ValueError(
-        f"The plan is for topology={topology!r}, but the step is lowered for {found}. "
-        f"{DEVICES_RULE}"
+        f"The plan is for topology={topology!r}, but the step is lowered for {found}. {rule}"
     )
 
 

@@ -7,14 +7,7 @@ import jax
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.xla import internals
-
-# What JAX raises, depending on whether it compiles a program or moves an array first.
-_SIGNS = ("'local_devices'", "compile-only client", "not addressable")
-
-
-def is_sign(error: Exception) -> bool:
-    """Returns whether JAX raises such an error if a program uses absent devices."""
-    return any(text in str(error) for text in _SIGNS)
+from tpudist.xla.compiler.visible_devices import means_absent_devices
 
 
 @contextlib.contextmanager
@@ -28,7 +21,7 @@ def explain_errors(strategy: StrategyBase) -> Iterator[None]:
         yield
     except (AttributeError, ValueError, jax.errors.JaxRuntimeError) as error:
         device = strategy.mesh.devices.flat[0]
-        if not internals.is_described(device) or not is_sign(error):
+        if not internals.is_described(device) or not means_absent_devices(error):
             raise
         raise RuntimeError(
             f"A value was computed in the scope of {strategy!r}, whose {strategy.mesh.size} "

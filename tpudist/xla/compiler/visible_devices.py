@@ -24,6 +24,13 @@ _ANSWERS: dict[str, Callable[[_Devices], Any]] = {
     "local_device_count": len,
     "default_backend": lambda devices: devices[0].platform,
 }
+# What JAX raises, depending on whether it compiles a program or moves an array first.
+_SIGNS = ("'local_devices'", "compile-only client", "not addressable")
+
+
+def means_absent_devices(error: Exception) -> bool:
+    """Returns whether JAX raises such an error if a program uses devices that only describe."""
+    return any(text in str(error) for text in _SIGNS)
 
 
 @contextlib.contextmanager
