@@ -16,7 +16,7 @@ def jit_only_call(traced: jax.stages.Traced) -> Any:
 
     The result has the donation and the shardings of the called function, which JAX ignores if
     another jitted function calls it. Its arguments are the inputs of the program. It returns all
-    results of the called function, also those that the caller keeps in an object.
+    results of the called function, including results that the caller keeps in an object.
     """
     closed = traced.jaxpr
     if len(closed.eqns) != 1 or "donated_invars" not in closed.eqns[0].params:

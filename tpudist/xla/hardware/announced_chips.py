@@ -1,8 +1,8 @@
 """Published figures of TPU chips that no libtpu compiles for yet.
 
-Units are those of `chips`. A test fails when libtpu supports a chip. Then make it a `chips.Chip`
-with the figures that are not published today: links, clock, hosts, and the memory that the
-compiler leaves.
+They have the units of `chips`. A test fails when libtpu supports a chip. Then make it a
+`chips.Chip` with the figures that are not published today: links, clock, hosts, and the memory that
+the compiler leaves.
 """
 
 import dataclasses

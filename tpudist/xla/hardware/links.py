@@ -23,7 +23,7 @@ book (jax-ml.github.io/scaling-book/sharding, "Our Third Primitive", and /tpus):
    the group spans, and one for the devices of a chip; an all-reduce has them twice. A permute takes
    `SEND_S` instead. The links are free meanwhile.
 8. Between slices, a collective gets `DCN_SHARE` of the documented bandwidth of the data-center
-   network, and one that adds numbers `DCN_SUM_SHARE`, because the hosts add them.
+   network; a collective that adds numbers gets `DCN_SUM_SHARE`, because the hosts add them.
 
 Comparison with other published measurements (measured, estimated): a reduce-scatter of 134 MB
 between two chips of a v2, 1.13 and 1.21 ms (scaling book, profiling); permutes of 1 and 64 MiB to
@@ -53,12 +53,12 @@ STAGE_S = 6.2e-6
 - tpu7x, 2 axes: 1.05, 4.2, 17, 67 and 268 MB over the 4 chips of a 2x2x1 take 21.9, 48.7, 155, 576
   and 2252 us, which is 14.7 us on average more than their bytes: 7.4 us per axis
   (AI-Hypercomputer/accelerator-microbenchmarks, Ironwood/guides/collectives/all_gather.md).
-- v5e, 1 axis: 131 kB over a line of 4 chips take 8 us, of which 3 hops are 3 us: 5 us (scaling
+- v5e, 1 axis: 131 kB over a line of 4 chips take 8 us; 3 hops are 3 us, so 5 us (scaling
   book, sharding, pop quiz 2).
 """
 SEND_S = 4.4e-6
 """Start-up of a permute to a neighbor (rule 7): 1 to 16 KiB take 4.5 to 5.5 us on v5p and 5.6 to
-5.9 us on v6e, of which the hop is 1 us (marin-community/marin, issue 6736)."""
+5.9 us on v6e, and the hop takes 1 us (marin-community/marin, issue 6736)."""
 DCN_SUM_SHARE = 0.33
 """The only published measurement (rule 8): 4.11 of 12.5 GB/s per chip between slices of v6e-256
 (AI-Hypercomputer/tpu-recipes, microbenchmarks/trillium/collectives, psum_dcn)."""
