@@ -98,6 +98,7 @@ VMEM_BIG = BIG.replace("(8,128)}", "(8,128)S(1)}")
         ("", f"%x = {BIG} bitcast(%a)", 0),
         ("", f"%x = ({BIG}, {BIG}) tuple(%a, %a)", 0),
         ("", f"%x = {SMALL} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={{8,128}}", 2 * ROW),
+        ("", f"%x = {SMALL} slice(%a), slice={{[0:64:8], [0:128]}}", 9 * ROW),
         ("", f"%x = {BIG} dynamic-update-slice(%a, %c, %i, %i)", 2 * ROW),
         ("", f"%x = ({VMEM_BIG}, {BIG}, u32[]) copy-start(%a)", ALL),
         ("", f"%x = (({BIG}), {SMALL}, s32[]) slice-start(%a), slice={{[0:8], [0:128]}}", 2 * ROW),

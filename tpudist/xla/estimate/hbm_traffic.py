@@ -2,10 +2,13 @@
 
 An instruction reads its operands and writes its results, including padding. Arrays in VMEM (memory
 space 1) cost nothing. The same holds for tuples, bitcasts and other names of the same memory, such
-as a result that is an operand updated in place. If an array is sliced, only the slice is read.
+as a result that is an operand updated in place. If an array is sliced, only the slice is read, and
+the complete tiles between its elements.
 """
 
 import dataclasses
+import math
+import re
 
 from tpudist.xla.estimate import kernels
 from tpudist.xla.hlo import collective_ops, shapes
@@ -28,6 +31,7 @@ _MOVES = frozenset(
 # Opcodes whose result has the elements of their operand: in other memory, or under another name.
 _COPIES = ("copy", "convert")
 _PASS_ON = (*_COPIES, "bitcast", "reshape")
+_RANGE = re.compile(r"\[\d+:\d+(?::(\d+))?\]")
 _ALLOCATES = '="AllocateBuffer"'
 
 
@@ -71,7 +75,8 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
     if opcode in _MOVES:
         ends = ends_of_copy(module, instruction)
         assert ends is not None
-        return float(ends.moved.padded_bytes * sum(map(_is_in_hbm, (ends.source, ends.target))))
+        read = _stride(instruction) * ends.moved.padded_bytes * _is_in_hbm(ends.source)
+        return float(read + ends.moved.padded_bytes * _is_in_hbm(ends.target))
     if opcode.endswith("-start"):
         return 0.0  # a collective, which the network's own engine reads and writes
     if kernels.is_kernel(instruction):
@@ -108,6 +113,16 @@ def _array_bytes(module: Module, instruction: Instruction, memory_space: int) ->
     operands = module.operands_of(instruction)
     arrays = [array for operand in operands for array in operand.arrays] + [*instruction.arrays]
     return float(sum(x.padded_bytes for x in arrays if x.memory_space == memory_space))
+
+
+def _stride(instruction: Instruction) -> int:
+    """Returns the elements that are read per element of a slice: its strides inside of tiles."""
+    if instruction.opcode != "slice":
+        return 1
+    # "slice={[0:2048:2], [0:512]}" has a range for each dim, perhaps with a stride.
+    strides = [int(stride or 1) for stride in _RANGE.findall(instruction.attributes)]
+    order = instruction.arrays[0].minor_to_major or tuple(reversed(range(len(strides))))
+    return math.prod(strides[dim] for dim in order[:2] if dim < len(strides))
 
 
 def _is_in_hbm(array: shapes.Array) -> bool:
@@ -159,7 +174,7 @@ def _count_read_bytes(scope: _Scope, value: Instruction, *, is_copied: bool = Fa
     for user in scope.contents.users.get(value.name, ()):
         opcode, first = user.opcode, user.operands[0] == value.name
         if opcode in _SLICES and first:
-            total += user.arrays[0].padded_bytes
+            total += _stride(user) * user.arrays[0].padded_bytes
         elif opcode in _PASS_ON:
             is_copy = is_copied or opcode in _COPIES
             total += _count_read_bytes(scope, user, is_copied=is_copy)
