@@ -23,6 +23,7 @@ from flax import nnx
 import tpudist
 from benchmarks.figures import Figure, at_least_times, at_most
 from tpudist.models import next_token_loss
+from tpudist.models.parts.logical import axes
 from tpudist.models.presets import make_transformer
 from tpudist.models.transformer_config import TransformerConfig
 from tpudist.planner import Candidate, GlobalBatch
@@ -113,19 +114,18 @@ class _Mixer(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, depth: int = 6, width: int = 2048, tokens: int = 256):
         def linear(inputs: int, outputs: int, names: tuple[str | None, str | None]) -> nnx.Linear:
-            metadata = {"out_sharding": names}
             return nnx.Linear(
-                inputs, outputs, rngs=rngs, dtype=jnp.bfloat16, kernel_metadata=metadata
+                inputs, outputs, rngs=rngs, dtype=jnp.bfloat16, kernel_metadata=axes(*names)
             )
 
         self.blocks = nnx.List(
             [
                 nnx.List(
                     [
-                        linear(tokens, 2 * tokens, (None, "fsdp")),
-                        linear(2 * tokens, tokens, ("fsdp", None)),
-                        linear(width, 4 * width, ("fsdp", "tensor")),
-                        linear(4 * width, width, ("tensor", "fsdp")),
+                        linear(tokens, 2 * tokens, (None, "embed")),
+                        linear(2 * tokens, tokens, ("embed", None)),
+                        linear(width, 4 * width, ("embed", "mlp")),
+                        linear(4 * width, width, ("mlp", "embed")),
                     ]
                 )
                 for _ in range(depth)

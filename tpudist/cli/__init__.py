@@ -24,6 +24,7 @@ from tpudist.processes.exit_codes import EXIT_INTERRUPTED
 WRONG_USE = 2
 COMMANDS: Mapping[str, str] = {
     "plan": "Compile a training step for a TPU slice; show its memory, time and communication.",
+    "size": "Find the largest batch, the smallest slice or the cheapest run of a training step.",
     "topologies": "List TPU generations, their slices and the rates that plans use.",
     "run": "Run a program as one process, for example on emulated devices.",
     "launch": "Run a program as several processes, on one host or on many.",
@@ -49,7 +50,7 @@ exit codes: 0 success, 1 negative result, 2 wrong use, 130 interrupted
 """
 # These commands use JAX without a device. `port` does not use JAX, and the others choose their
 # platform.
-_ON_CPU = ("plan", "topologies")
+_ON_CPU = ("plan", "size", "topologies")
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -142,7 +142,10 @@ class Reference:
         return f"{sizes}; {self.global_batch} sequences of {self.length} tokens in a step"
 
     def make_step(self, candidate: Candidate) -> tuple[TPUStrategy, Callable[..., Any], tuple]:
-        """Returns the strategy, the step of one replica and its abstract arguments."""
+        """Returns the strategy, the step of one replica and its abstract arguments.
+
+        The batch is that of the candidate, if it has one.
+        """
         config = dataclasses.replace(self.config, remat=candidate.remat)
         strategy = TPUStrategy(replica_axes=candidate.replica_axes, devices=candidate.devices)
         model = strategy.create_abstract(lambda: make_transformer(config))
@@ -152,7 +155,8 @@ class Reference:
             memory_kind=self.optimizer_memory,
         )
         # One token more than the length: the last one is only a target.
-        tokens = jax.ShapeDtypeStruct((self.global_batch, self.length + 1), jnp.int32)
+        rows = candidate.batch or self.global_batch
+        tokens = jax.ShapeDtypeStruct((rows, self.length + 1), jnp.int32)
         step = steps.make_train_step(
             lambda model, tokens: next_token_loss(model, tokens).mean(axis=-1),
             num_microbatches=candidate.microbatches,

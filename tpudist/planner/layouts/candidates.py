@@ -59,7 +59,8 @@ class Candidate:
     def name(self) -> str:
         """Complete name, such as "fsdp=8 tensor=2, remat full, 2 microbatches"."""
         parts = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
-        return f"{self.geometry}, remat {self.remat}{parts}"
+        rows = "" if self.batch is None else f", batch {self.batch}"
+        return f"{self.geometry}, remat {self.remat}{parts}{rows}"
 
     def changes_to(self, other: "Candidate") -> tuple[str, ...]:
         """Returns the settings in which `other` differs, such as "remat none -> full"."""

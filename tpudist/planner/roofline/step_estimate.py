@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding
 
 from tpudist.planner.calibration import Calibration
@@ -14,7 +13,14 @@ from tpudist.planner.roofline import hints, operation_blocks
 from tpudist.planner.roofline.network import Network
 from tpudist.planner.roofline.operation_blocks import StepProgram
 from tpudist.planner.roofline.program_walk import Walk
-from tpudist.planner.roofline.sharded_value import Axes, Buffer, Value, fit, local_shape
+from tpudist.planner.roofline.sharded_value import (
+    Axes,
+    Buffer,
+    Value,
+    fit,
+    local_shape,
+    names_in,
+)
 from tpudist.xla.array_attributes import sharding_of
 from tpudist.xla.estimate.error_bar import slowdown_of_slices
 from tpudist.xla.hardware import chips
@@ -57,7 +63,7 @@ class StepEstimate:
         return self.peak_bytes <= self.capacity_bytes
 
 
-def estimate(program: StepProgram, network: Network) -> StepEstimate:
+def estimate(program: StepProgram, network: Network, microbatches: int = 1) -> StepEstimate:
     """Returns the estimate of a program on the devices of a network."""
     sizes, block = network.sizes, program.block
     axes: list[Axes] = []
@@ -77,10 +83,13 @@ def estimate(program: StepProgram, network: Network) -> StepEstimate:
     wanted = [None if i is None else axes[i] for i in program.replaced]
     walk.run(inputs, wanted, [i is not None for i in program.replaced])
     cost, chip = walk.cost, network.chip
+    # A device whose rows do not divide by the microbatches computes padding.
+    rows = [x.shape[0] for x in inputs if x.shape and not x.is_state and x.axes[0]]
+    padding = max((-(-n // microbatches) * microbatches / n for n in rows), default=1.0)
     seconds = max(cost.seconds, cost.hbm_bytes / network.rates.hbm_bytes_per_s)
     return StepEstimate(
-        step_s=seconds * (1 + slowdown_of_slices(network.num_slices)),
-        peak_bytes=held + cost.peak_bytes,
+        step_s=seconds * padding * (1 + slowdown_of_slices(network.num_slices)),
+        peak_bytes=held + padding * cost.peak_bytes,
         capacity_bytes=chip.compiler_hbm_bytes / chip.devices_per_chip,
         compute_s=cost.compute_s,
         waits_s=cost.seconds - cost.compute_s,
@@ -157,19 +166,23 @@ class Estimator:
                 names = [_STAND_IN if x == REPLICA_AXIS else x for x in mesh.axis_names]
                 mesh = Mesh(mesh.devices, names, axis_types=mesh.axis_types)
             self._networks[key] = Network(mesh, chip)
-        return estimate(program, self._networks[key])
+        return estimate(program, self._networks[key], candidate.microbatches)
 
     def _find_program(self, candidate: Any) -> StepProgram:
         """Returns the program of a candidate, perhaps with axes of other sizes."""
         axes = candidate.replica_axes
         fixed = {name: axes[name] for name in _FIXED_AXES if axes.get(name, 1) > 1}
-        kind = candidate.devices[0].device_kind
-        key = (kind, candidate.remat, candidate.microbatches, candidate.batch, *fixed.items())
-        if key not in self._programs:
-            self._programs[key] = self._trace_for_all(candidate, fixed)
-        program = self._programs[key]
-        if program is not None:
-            return program
+        devices = candidate.devices
+        key = (devices[0].device_kind, len(devices), candidate.remat, candidate.microbatches)
+        key += (candidate.batch, *fixed.items())
+        # First one trace for all layouts, then one for those with the same axes.
+        for names in (self._names, sorted(axes)):
+            shared = (*key, *names)
+            if shared not in self._programs:
+                self._programs[shared] = self._trace_for_all(candidate, names, fixed)
+            program = self._programs[shared]
+            if program is not None:
+                return program
         own = (*key, candidate.topology, candidate.geometry)
         if own not in self._programs:
             self._programs[own] = trace_step(self._make_step(candidate))
@@ -177,32 +190,33 @@ class Estimator:
         assert found is not None
         return found
 
-    def _trace_for_all(self, candidate: Any, fixed: dict[str, int]) -> StepProgram | None:
+    def _trace_for_all(
+        self, candidate: Any, names: Sequence[str], fixed: dict[str, int]
+    ) -> StepProgram | None:
         """Returns a trace that serves all sizes of the axes; None if there is none."""
-        names = [name for name in self._names if name not in _FIXED_AXES]
         if _STAND_IN in names:
             return None
-        axes = {_STAND_IN: 2, **dict.fromkeys(names, 2), **fixed}
-        needed = math.prod(axes.values())
-        devices = _devices_like(candidate.devices, needed)
-        if devices is None:
+        axes = {**dict.fromkeys((x for x in names if x not in _FIXED_AXES), 2), **fixed}
+        count, left_over = divmod(len(candidate.devices), math.prod(axes.values()))
+        if left_over:
             return None
-        try:
-            shared = dataclasses.replace(candidate, replica_axes=axes, _devices=devices)
-            program = trace_step(self._make_step(shared))
-        except Exception as error:
-            _log.debug("no trace for all layouts", exc_info=error)
-            return None
-        return dataclasses.replace(program, stands_in=True)
+        # All devices, because the function may derive its batch from their number. If the rows do
+        # not divide by them, two of the stand-in suffice.
+        for size in dict.fromkeys((count, min(count, 2))):
+            devices = candidate.devices[: size * math.prod(axes.values())]
+            all_axes = {_STAND_IN: size, **axes}
+            shared = dataclasses.replace(candidate, replica_axes=all_axes, _devices=devices)
+            try:
+                program = trace_step(self._make_step(shared))
+            except Exception as error:  # the layout itself may be possible
+                _log.debug("no trace for all layouts", exc_info=error)
+                continue
+            if size == 1 or any(_STAND_IN in names_in(x) for x in program.axes):
+                return dataclasses.replace(program, stands_in=True)
+        return None
 
 
 def trace_step(step: Sequence[Any]) -> StepProgram:
     """Returns the program of what a function for `planner.search` returns."""
     strategy, fn, args, *more = step
     return trace(strategy, fn, args, (more[0] if more else {}).get("kwargs"))
-
-
-def _devices_like(devices: Sequence[jax.Device], needed: int) -> list[jax.Device] | None:
-    """Returns as many devices of the same kind; None if their slice has too few."""
-    found = list(devices)[:needed]
-    return found if len(found) == needed else None

@@ -206,3 +206,20 @@ def _list_names() -> str:
 
 def _format_shape(shape: tuple[int, ...] | None) -> str:
     return "x".join(map(str, shape or ()))
+
+
+def usual_slices(generation: str, most_chips: int = 256) -> list[str]:
+    """Returns the slices of a generation whose number of chips is a power of two, smallest first.
+
+    Raises:
+        ValueError: If there is no such generation.
+    """
+    found = _generation(generation)
+    if found is None:
+        raise ValueError(
+            f"{generation!r} is not a generation of TPUs. The generations are {', '.join(CHIPS)}."
+        )
+    chip = CHIPS[found]
+    counts = [n // chip.cores_in_name for n in _valid_numbers(chip)]
+    powers = [n for n in dict.fromkeys(counts) if n & (n - 1) == 0 and n <= most_chips]
+    return [f"{found}-{n * chip.cores_in_name}" for n in sorted(powers)]

@@ -1,0 +1,81 @@
+"""`tpudist size`: the largest batch, the smallest slice, the cheapest run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tpudist import cli, planner
+from tpudist.planner.layouts.size_questions import Choice, Sizer, pareto_front
+from tpudist.planner.roofline.step_estimate import StepEstimate
+
+TINY = ("--remat", "none", "--compiles", "0", "--json", "-")
+
+
+def size(capsys, *options):
+    code = cli.main(["size", *options])
+    return code, capsys.readouterr()
+
+
+@pytest.mark.libtpu
+@pytest.mark.slow
+def test_the_smallest_slice_and_the_cheapest_run_are_found_by_estimates(capsys, tmp_path):
+    code, printed = size(capsys, "smallest-slice", "--topologies", "v5e-8", "v5e-4", *TINY)
+    found = json.loads(printed.out)
+    assert code == 0
+    assert found["answer"]["topology"] == "v5e-4"
+    assert found["num_estimated"] == 6
+    assert not found["answer"]["is_compiled"]
+
+    chart = tmp_path / "front.png"
+    run = ["--tokens", "1e9", "--days", "30", "--global-batch", "64", "--chart", str(chart)]
+    code, printed = size(capsys, "cheapest", "--topologies", "v5e-8", "v5e-4", *run, *TINY)
+    found = json.loads(printed.out)
+    assert code == 0
+    days = [x["days"] for x in found["choices"]]
+    assert days == sorted(days)
+    assert found["answer"]["chip_hours"] == min(x["chip_hours"] for x in found["choices"])
+    assert Path(chart).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["largest-batch", "--topologies", "v5e"], "largest-batch is for one slice"),
+        (["cheapest", "--topologies", "v5e-4"], "which needs both: --tokens 1e11 --days 30"),
+        (["smallest-slice", "--topologies", "v5e-4", "--days", "3"], "belong to cheapest"),
+        (["smallest-slice", "--topologies", "v9"], "'v9' is not a generation of TPUs"),
+        (["smallest-slice", "--topologies", "v5e-4", "--chart", "x.png"], "--chart draws the"),
+        (
+            ["smallest-slice", "--topologies", "v5e-4", "--prices", "v5p=4"],
+            "--prices has no price of v5e",
+        ),
+        (["smallest-slice", "m:step", "--topologies", "v5e-4"], "pass --rows"),
+    ],
+)
+def test_mistakes_are_explained(capsys, options, message):
+    code, printed = size(capsys, *options)
+    assert code == 2
+    assert message in " ".join(printed.err.split())
+
+
+def test_the_front_has_the_choices_that_no_other_beats_in_time_and_cost():
+    def choice(topology, chips, step_s):
+        estimate = StepEstimate(step_s, 1.0, 2.0, step_s, 0.0, 0.0, 0.0)
+        return Choice(planner.Candidate(topology, {}, "none", 1), chips, 1024, estimate)
+
+    slow, fast = choice("v5e-4", 4, 8.0), choice("v5e-16", 16, 2.5)
+    beaten = choice("v5p-8", 4, 9.0)
+    assert pareto_front([slow, beaten, fast], 1e6, {}) == [fast, slow]
+    assert pareto_front([slow, beaten, fast], 1e6, {"v5e": 2.0, "v5p": 0.5}) == [fast, slow, beaten]
+
+
+def test_the_largest_batch_that_is_estimated_to_fit_is_compiled_first(monkeypatch):
+    def estimate(self, topology, batch):
+        found = StepEstimate(1.0, float(batch), 100.0, 1.0, 0.0, 0.0, 0.0)
+        return [Choice(planner.Candidate(topology, {}, "none", 1, (), batch), 8, batch, found)]
+
+    monkeypatch.setattr(Sizer, "_estimate", estimate)
+    found = Sizer(lambda candidate: (), 1, max_compiles=0).largest_batch("v5e-8")
+    assert found.answer.candidate.batch == 96
+    assert not found.compiled

@@ -1,0 +1,101 @@
+"""The first pass of a search, which estimates candidates before the compiler sees them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import tpudist
+from tpudist import planner
+from tpudist.models import next_token_loss
+from tpudist.models.parts.logical import axes
+from tpudist.models.presets import make_transformer
+from tpudist.models.transformer_config import TransformerConfig
+from tpudist.training.steps import make_train_step
+
+pytestmark = pytest.mark.libtpu
+_SMALL = TransformerConfig(
+    vocabulary=4096,
+    num_layers=2,
+    embed_dim=1024,
+    num_heads=8,
+    mlp_dim=4096,
+    dtype="bfloat16",
+    attention="dot_product",
+)
+_GEOMETRIES = [{}, {"fsdp": 2}, {"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"tensor": 2}, {"tensor": 8}]
+
+
+class Mlp(nnx.Module):
+    def __init__(self, width: int = 4096, depth: int = 3):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List(
+            nnx.Linear(
+                width,
+                width,
+                rngs=rngs,
+                dtype=jnp.bfloat16,
+                kernel_metadata=axes(*(("embed", "mlp") if i % 2 == 0 else ("mlp", "embed"))),
+            )
+            for i in range(depth)
+        )
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jax.nn.relu(layer(x))
+        return x
+
+
+def _step(candidate, make, loss, batch):
+    strategy = tpudist.TPUStrategy(replica_axes=candidate.replica_axes, devices=candidate.devices)
+    model = strategy.create_abstract(make)
+    optimizer = strategy.create_abstract(
+        lambda model: tpudist.Optimizer(optax.adamw(1e-3), model), model
+    )
+    step = make_train_step(loss, num_microbatches=candidate.microbatches)
+    return strategy, step, (model, optimizer, planner.GlobalBatch(batch))
+
+
+def make_mlp(candidate):
+    rows = jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)
+    return _step(candidate, Mlp, lambda model, x: (model(x) ** 2).mean(axis=1), rows)
+
+
+def make_small_transformer(candidate):
+    config = dataclasses.replace(_SMALL, remat=candidate.remat)
+    tokens = jax.ShapeDtypeStruct((candidate.batch or 64, 513), jnp.int32)
+
+    def loss(model, tokens):
+        return next_token_loss(model, tokens).mean(axis=-1)
+
+    return _step(candidate, lambda: make_transformer(config), loss, tokens)
+
+
+def search(make_step, **given):
+    given = {"geometries": _GEOMETRIES, "remat": ["none"], "time_budget_s": 3600} | given
+    return planner.search(make_step, "v5e-8", **given)
+
+
+def test_a_search_without_compiles_ranks_all_candidates_by_their_estimates():
+    result = search(make_mlp, max_compiles=0)
+    times = [x.estimate.step_s for x in result.estimated]
+    assert len(times) == len(_GEOMETRIES)
+    assert times == sorted(times)
+    assert result.best is None
+    assert "fsdp" in result.estimated[0].candidate.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make_step", [make_mlp, make_small_transformer])
+def test_estimates_rank_layouts_as_compiled_plans_do(make_step):
+    result = search(make_step)
+    both = np.array([(x.estimate.step_s, x.step_s) for x in result.outcomes if x.step_s])
+    ranks = np.argsort(np.argsort(both, axis=0), axis=0)
+    assert len(both) == len(_GEOMETRIES)
+    assert np.corrcoef(ranks.T)[0, 1] >= 0.8
+    best = result.outcomes[int(np.argmin(both[:, 0]))]
+    assert best.step_s <= 1.05 * result.best.step_s

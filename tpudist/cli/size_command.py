@@ -1,0 +1,304 @@
+"""`tpudist size`: the largest batch, the smallest slice, and the cheapest run of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from tpudist.cli import reference, user_step
+from tpudist.cli.console import print_message, print_parts, print_text
+from tpudist.cli.errors import WrongUse
+from tpudist.display.text_tables import Column, TextTable
+from tpudist.planner.layouts import size_questions
+from tpudist.planner.layouts.size_questions import Choice, Sizer, Sizing
+from tpudist.planner.show import pareto_chart
+from tpudist.planner.show.formats import format_bytes, format_count, format_seconds, plural
+from tpudist.planner.show.progress import show_progress
+from tpudist.training import arguments
+from tpudist.xla.hardware import slices
+
+EXIT_FOUND, EXIT_NOT_FOUND = 0, 1
+
+EPILOG = """
+examples:
+  tpudist size largest-batch --topologies v5e-64 --preset llama-3.1-8b
+  tpudist size smallest-slice --topologies v5e v5p --preset llama-3.1-8b --batch-per-chip 1
+  tpudist size cheapest --tokens 1e11 --days 30 --topologies v5e v5p --global-batch 256 \\
+      --preset llama-3.1-8b --prices v5e=1.2 v5p=4.2 --chart front.png
+
+exit codes: 0 an answer was found, 1 nothing fits, 2 wrong use
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Estimate every slice, batch and layout, and compile only the best. No TPU is needed."""
+
+    question: tyro.conf.Positional[Literal["largest-batch", "smallest-slice", "cheapest"]]
+    """Question to answer; the cheapest run trains on --tokens within --days."""
+    topologies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SLICE ...")]
+    """Slices, such as v5e-64, or generations, such as v5e, for their slices up to 256 chips."""
+    step: Annotated[
+        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[STEP]", help_behavior_hint="")
+    ] = None
+    """Your step: my_module:make_step, which uses candidate.batch (default: a transformer)."""
+    tokens: Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Tokens of the run, for cheapest."""
+    days: Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Days that the run may take, for cheapest."""
+    prices: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[CHIP=PRICE ...]", help_behavior_hint="")
+    ] = ()
+    """Your price of one chip for one hour, such as v5e=1.2 (default: count chip-hours)."""
+    remat: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[POLICY ...]", help_behavior_hint="")
+    ] = ("none", "full")
+    """Rematerialization policies to try."""
+    microbatches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="[N ...]")] = (1,)
+    """Numbers of parts of a batch to try."""
+    compiles: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    """Number of choices to compile at most; 0 only estimates."""
+    rows: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Rows of the global batch, only for your own step."""
+    tokens_per_row: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """Tokens of a row of the batch, only for your own step."""
+    json: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Write the choices as JSON to this file, or only JSON to standard output with -."""
+    chart: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Draw days against cost, for cheapest (.png, .svg or .pdf; needs matplotlib)."""
+    model: reference.ReferenceOptions = field(default_factory=reference.ReferenceOptions)
+
+
+def run(options: Options) -> int:
+    """Prints the answer; returns the exit code."""
+    names, prices = _check(options)
+    with _explain_errors(options), show_progress(None) as report:
+        sizer, batch_of = _make_sizer(options, names)
+        sizer = dataclasses.replace(sizer, report=report)
+        if options.question == "largest-batch":
+            found = sizer.largest_batch(names[0])
+        elif options.question == "smallest-slice":
+            found = sizer.smallest_slice(batch_of)
+        else:
+            assert options.tokens  # `_check` requires both
+            assert options.days
+            found = sizer.cheapest(batch_of, options.tokens, options.days, prices)
+    choices = _list_choices(options, found, prices)
+    if options.json is not None:
+        _write_json(options, found, choices)
+    if options.chart is not None:
+        _draw(options, found, prices)
+    if options.json != "-":
+        print_parts(_table(options, found, choices, prices), _describe(options, found))
+    return EXIT_NOT_FOUND if found.answer is None else EXIT_FOUND
+
+
+def _check(options: Options) -> tuple[list[str], dict[str, float]]:
+    """Returns the slices and the prices."""
+    try:
+        names: list[str] = []
+        for word in options.topologies:
+            names += [word] if ":" in word or "-" in word else slices.usual_slices(word)
+        parsed = [slices.parse(name) for name in names]
+        pairs = [x.partition("=") for x in options.prices]
+        prices = {slices.usual_slices(k)[0].partition("-")[0]: float(v) for k, _, v in pairs}
+        arguments.check_not_negative({"compiles": options.compiles})
+    except ValueError as error:
+        raise WrongUse(str(error)) from error
+    if options.question == "largest-batch" and len(parsed) != 1:
+        raise WrongUse("largest-batch is for one slice: pass one, such as --topologies v5e-64.")
+    is_cheapest = options.question == "cheapest"
+    if is_cheapest != (options.tokens is not None) or is_cheapest != (options.days is not None):
+        raise WrongUse(
+            "--tokens and --days belong to cheapest, which needs both: --tokens 1e11 --days 30."
+        )
+    if options.chart is not None and not is_cheapest:
+        raise WrongUse("--chart draws the choices of cheapest. Omit it.")
+    missing = {x.generation for x in parsed} - {*prices} if prices else ()
+    if missing:
+        raise WrongUse(f"--prices has no price of {', '.join(sorted(missing))}. Add it.")
+    return names, prices
+
+
+def _make_sizer(options: Options, names: list[str]) -> tuple[Sizer, dict[str, int]]:
+    more: dict[str, Any] = {
+        "remat": options.remat,
+        "microbatches": options.microbatches,
+        "max_compiles": options.compiles,
+    }
+    if options.step is not None:
+        if options.rows is None and options.question != "largest-batch":
+            raise WrongUse("Your own step needs the rows of its global batch: pass --rows.")
+        make_step = user_step.load(options.step, names[0])
+        sizer = Sizer(make_step, options.tokens_per_row, **more)
+        return sizer, dict.fromkeys(names, options.rows or 1)
+    models = {x: reference.make_reference(options.model, slices.parse(x)) for x in names}
+    first = models[names[0]]
+    return Sizer(first.make_step, first.length, **more), {
+        name: model.global_batch for name, model in models.items()
+    }
+
+
+@contextmanager
+def _explain_errors(options: Options) -> Iterator[None]:
+    try:
+        yield
+    except WrongUse:
+        raise
+    except (ImportError, ValueError, RuntimeError) as error:
+        prefix = f"{options.step} failed: " if options.step else ""
+        raise WrongUse(f"{prefix}{error}") from error
+
+
+def _list_choices(
+    options: Options, found: Sizing, prices: dict[str, float]
+) -> list[tuple[Choice, bool]]:
+    """Returns the choices to show, each with whether no other is faster and cheaper."""
+    compiled = {x.candidate: x for x in found.compiled}
+    choices = [compiled.get(x.candidate, x) for x in found.choices]
+    choices += [x for x in found.compiled if x.candidate not in {y.candidate for y in choices}]
+    if options.tokens is None:
+        return [(x, False) for x in choices]
+    front = size_questions.pareto_front([x for x in choices if x.fits], options.tokens, prices)
+    return [(x, x in front) for x in sorted(choices, key=lambda x: x.days(options.tokens or 0))]
+
+
+def _table(
+    options: Options,
+    found: Sizing,
+    choices: list[tuple[Choice, bool]],
+    prices: dict[str, float],
+) -> TextTable:
+    columns = [
+        Column("slice", is_short=True),
+        Column("batch", is_number=True),
+        Column("layout", is_short=True),
+        Column("remat", is_short=True, only_wide=True),
+        Column("step", is_number=True),
+        Column("memory", is_number=True),
+        Column(""),
+    ]
+    if options.tokens is not None:
+        columns[6:6] = [Column("days", is_number=True), Column(_unit(prices), is_number=True)]
+    rows = []
+    for choice, is_front in choices:
+        name = choice.candidate
+        peak = choice.plan.memory.peak_bytes if choice.plan and choice.plan.memory else None
+        about = "" if choice.plan else "~"
+        row = [
+            str(name.topology),
+            str(name.batch),
+            name.geometry,
+            name.remat,
+            f"{about}{format_seconds(choice.step_s)}",
+            format_bytes(peak) if peak else f"~{format_bytes(round(choice.estimate.peak_bytes))}",
+            _mark(choice, found, is_front),
+        ]
+        if options.tokens is not None:
+            cost = size_questions.cost_of(choice, options.tokens, prices)
+            row[6:6] = [f"{choice.days(options.tokens):.1f}", format_count(cost)]
+        rows.append(tuple(row))
+    return TextTable(tuple(columns), tuple(rows), "Best layout of each slice and batch")
+
+
+def _mark(choice: Choice, found: Sizing, is_front: bool) -> str:
+    if choice == found.answer:
+        return "<- the answer"
+    if choice.plan and not choice.plan.fits:
+        return "does not fit, by the compiler"
+    return "no other is faster and cheaper" if is_front else ""
+
+
+def _unit(prices: dict[str, float]) -> str:
+    return "cost" if prices else "chip-hours"
+
+
+def _describe(options: Options, found: Sizing) -> str:
+    """Returns the answer as a sentence, and how it was found."""
+    effort = (
+        f"{plural(found.num_estimated, 'choice')} estimated in {format_seconds(found.estimate_s)}, "
+        f"{plural(len(found.compiled), 'choice')} compiled. ~ marks an estimate without the "
+        "compiler."
+    )
+    answer = found.answer
+    if answer is None:
+        reason = "fits" if options.tokens is None else "fits and ends in time"
+        return f"\nNothing that was tried {reason}. {effort}"
+    name = answer.candidate
+    texts = {
+        "largest-batch": f"The largest batch is {name.batch} rows",
+        "smallest-slice": f"The smallest slice is {name.topology}",
+        "cheapest": f"The cheapest is {name.topology}",
+    }
+    by = "by the compiler" if answer.plan else "by an estimate"
+    return f"\n{texts[options.question]}, {by}: {name.name}.\n{effort}"
+
+
+def _write_json(options: Options, found: Sizing, choices: list[tuple[Choice, bool]]) -> None:
+    def plain(choice: Choice | None) -> dict[str, Any] | None:
+        if choice is None:
+            return None
+        name = choice.candidate
+        return {
+            "topology": name.topology,
+            "batch": name.batch,
+            "replica_axes": name.replica_axes,
+            "remat": name.remat,
+            "microbatches": name.microbatches,
+            "num_chips": choice.num_chips,
+            "step_s": choice.step_s,
+            "fits": choice.fits,
+            "is_compiled": choice.plan is not None,
+            "peak_bytes": choice.estimate.peak_bytes,
+        } | (
+            {}
+            if options.tokens is None
+            else {
+                "days": choice.days(options.tokens),
+                "chip_hours": choice.chip_hours(options.tokens),
+            }
+        )
+
+    text = json.dumps(
+        {
+            "answer": plain(found.answer),
+            "choices": [(plain(x) or {}) | {"is_on_front": front} for x, front in choices],
+            "num_estimated": found.num_estimated,
+            "estimate_s": found.estimate_s,
+        },
+        indent=1,
+    )
+    if options.json == "-":
+        print_text(text)
+    else:
+        Path(str(options.json)).write_text(text + "\n")
+
+
+def _draw(options: Options, found: Sizing, prices: dict[str, float]) -> None:
+    assert options.tokens
+    assert options.days
+    assert options.chart
+    tokens = options.tokens
+
+    def points(choices: list[Choice]) -> list[tuple[float, float, str]]:
+        return [
+            (x.days(tokens), size_questions.cost_of(x, tokens, prices), str(x.candidate.topology))
+            for x in choices
+        ]
+
+    fitting = [x for x, _ in _list_choices(options, found, prices) if x.fits]
+    front = size_questions.pareto_front(fitting, tokens, prices)
+    try:
+        pareto_chart.draw(
+            points(fitting), points(front), options.days, _unit(prices), options.chart
+        )
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        raise WrongUse(f"{options.chart} cannot be written: {error}") from error
+    print_message(f"Wrote {options.chart}")
