@@ -51,6 +51,8 @@ def test_evaluate_and_predict_are_planned_too():
     model, mesh = make(), jax.make_mesh((8,), ("batch",))
     shards = {"mesh": mesh, "in_shardings": (P("batch"),)}
     assert planner.plan(model.predict, X, **shards).model_flops == PRODUCTS
+    with pytest.raises(ValueError, match="in_shardings is not a prefix of the arguments"):
+        planner.plan(model.predict, X, mesh=mesh, in_shardings=(P("batch"), P("batch")))
     plan = planner.plan(model.evaluate, X, Y, mesh=mesh, in_shardings=P("batch"))
     assert plan.model_flops == PRODUCTS
     assert "optimizer state" not in plan.memory.categories

@@ -47,8 +47,8 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
     """Returns the function of a name; modules in the current folder come first.
 
     The returned function gives the strategy, the step and its arguments, and perhaps a dict of
-    arguments of `Strategy.plan`. For a step of plain JAX the strategy is None, and the dict has
-    arguments of `planner.plan`.
+    arguments of `Strategy.plan`. For a step of plain JAX there is no strategy (None), and the dict
+    has arguments of `planner.plan`.
 
     Args:
         name: "module:function" or "file.py:function". It may also name a lowered program.

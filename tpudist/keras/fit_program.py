@@ -183,9 +183,10 @@ def _plain_program(
     """Returns the program of Keras itself, on one device or under a distribution of Keras."""
     distribution = keras.distribution.distribution()
     if in_shardings is not None:
-        # They are for x and y. Without y, the batch is x alone. A PartitionSpec is a tuple, too.
+        # They are for x and y. Without y, the batch is only x. A PartitionSpec is a tuple, too.
         is_spec = isinstance(in_shardings, PartitionSpec | jax.sharding.Sharding)
-        if not is_spec and not isinstance(batch, tuple):
+        is_pair = isinstance(in_shardings, tuple | list) and not is_spec
+        if is_pair and not isinstance(batch, tuple) and len(in_shardings) == 1:
             (in_shardings,) = in_shardings
     elif distribution is not None:
         in_shardings = jax.tree.map(

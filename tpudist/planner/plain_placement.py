@@ -292,8 +292,9 @@ class Placement:
             number = "no devices" if self._devices is None else f"{len(self._devices)}"
             raise ValueError(
                 f"An argument is on a mesh of {mesh.size} devices, {dict(mesh.shape)}, but the "
-                f"topology has {number}, and the mesh of the plan is {own}. Pass mesh= "
-                "with the same axes, or arguments without shardings and in_shardings."
+                f"topology has {number}, and the mesh of the plan is {own}. Run the program on as "
+                "many devices, which may be emulated; or pass mesh= with the same axes, or "
+                "arguments without shardings and in_shardings."
             )
         return NamedSharding(self._mesh, sharding.spec, memory_kind=sharding.memory_kind)
 

@@ -59,13 +59,14 @@ def plan(
 ) -> Plan:
     """Compiles a step of plain JAX, and returns its memory, time and traffic; nothing is run.
 
-    The devices are those of `topology`; the shardings of the step or of its arguments name the axes
-    of a mesh of as many devices, which may be emulated. Without shardings, a step uses one device.
+    The plan is for the devices of `topology`. The shardings of the step or of its arguments name
+    the axes of a mesh of as many devices, which may be emulated. Without shardings, a step uses one
+    device.
 
     Args:
         step: A function, which is jitted here; a function of `jax.jit`, `jax.pmap`,
             `equinox.filter_jit` or `nnx.jit`; a `jax.stages.Lowered` or `Traced`; or a method of
-            a compiled Keras model, such as `model.fit`, of which one step is planned.
+            a compiled Keras model, such as `model.fit`: the plan is of one step.
         args: Arguments of the step. Arrays may be `jax.ShapeDtypeStruct`s; data are not read. For
             `fit` they are one batch.
         kwargs: Keyword arguments of the step.
@@ -131,12 +132,12 @@ def _lower_step(
     values: tuple[tuple, dict[str, Any], PyTree],
     topology: str | None,
     mesh: MeshLike | None,
-    numbers: tuple[int | Sequence[int], int | Sequence[int]],
+    argnums: tuple[int | Sequence[int], int | Sequence[int]],
 ) -> LoweredCall:
     for computes in (False, True):
         placement = Placement(topology, mesh, computes)
         try:
-            lowered = lower_call(step, placement.place(step, *values), *numbers)
+            lowered = lower_call(step, placement.place(step, *values), *argnums)
         except OtherDevices:
             if topology is None:
                 raise
@@ -152,7 +153,7 @@ def _lower_step(
             "mesh, and specs in in_shardings."
         )
     call = Placement(None, mesh).place(step, *values)
-    lowered = lower_call(step, placement.lower_elsewhere(call), *numbers)
+    lowered = lower_call(step, placement.lower_elsewhere(call), *argnums)
     return dataclasses.replace(lowered, slice_mesh=placement.mesh_like(lowered.mesh))
 
 
