@@ -41,6 +41,19 @@ from tpudist.xla.hlo import hlo_module
 
 _MAX_NAMES = 3  # of loops and kernels in a note
 _MIN_SHARE_OF_COPIES = 0.02  # of a step, that are worth a note
+# Advice on values that a loop copies.
+_CARRY = (
+    "Keep the whole value in the carry of the loop, instead of taking parts as inputs and outputs "
+    "of the scan, and"
+)
+_KEEP_LAYOUT = (
+    "If an update writes one row of a tile, the compiler keeps the value in another layout inside "
+    "the loop. So"
+)
+_WRITE_BLOCKS = (
+    "write aligned blocks of 16 rows: read the block, replace the row, and write the block "
+    "(docs/plan_a_server.md)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,22 +352,28 @@ def _read_figures(
         memory.report(answer.program, module, inputs, chip, mesh),
         time,
         tuple(collective_traffic.uses(simulated)),
-        (*_notes_on_unknowns(module, time), *_notes_on_copies(module, simulated, time)),
+        (
+            *_notes_on_unknowns(module, time),
+            *_notes_on_copies(module, simulated, time, [leaf.name for leaf in inputs]),
+        ),
     )
 
 
 def _notes_on_copies(
-    module: hlo_module.Module, simulated: timeline.Timeline, time: TimeEstimate | None
+    module: hlo_module.Module,
+    simulated: timeline.Timeline,
+    time: TimeEstimate | None,
+    names: Sequence[str],
 ) -> list[str]:
     """Returns advice on loops that copy values which they only update."""
     if time is None:
         return []
     return [
-        f"A loop copies {format_bytes(copy.num_bytes)} per step of a value that it only updates"
+        f"A loop copies {format_bytes(copy.num_bytes)} per step of "
+        f"{_list_first(copy.names) or 'a value'}, which it only updates"
         f"{f' ({copy.source})' if copy.source else ''}: {copy.seconds / time.step_s:.0%} of the "
-        "step. Keep the whole value in the carry of the loop and update it there, as "
-        "cache.at[layer, ...].set(new), instead of taking parts as inputs and outputs of the scan."
-        for copy in loop_copies.find(module, simulated)
+        f"step. {_KEEP_LAYOUT if copy.is_carried else _CARRY} {_WRITE_BLOCKS}"
+        for copy in loop_copies.find(module, simulated, names)
         if copy.seconds > _MIN_SHARE_OF_COPIES * time.step_s
     ]
 

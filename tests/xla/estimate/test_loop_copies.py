@@ -24,19 +24,38 @@ COPIES = f"""  %part = {LAYER} dynamic-slice(%in, %i, %i, %i), dynamic_slice_siz
 """
 # With the cache in the carry: the update is in place.
 IN_PLACE = f"""  %done = {CACHE} dynamic-update-slice(%out, %row, %i, %i, %i), {UPDATE}
-  %part = {LAYER} dynamic-slice(%done, %i, %i, %i), dynamic_slice_sizes={{1,4096,128}}
+  %read = {LAYER} fusion(%done, %i), kind=kLoop, calls=%negated
+"""
+# In the carry, but in another layout, because each update is one row of a tile.
+MOVED = CACHE.replace("2,1,0", "1,2,0")
+TRANSPOSED = f"""  %in_place = {MOVED} dynamic-update-slice(%in, %row, %i, %i, %i), {UPDATE}
+  %part = {LAYER} dynamic-slice(%in_place, %i, %i, %i), dynamic_slice_sizes={{1,4096,128}}
   %read = {LAYER} negate(%part)
+  %done = {CACHE} bitcast(%in_place)
 """
 
 
-def _find(body):
+def _find(body, outside="%after = f32[] constant(0)"):
     module = hlo_programs.program(
-        f"%state = {STATE} parameter(0)",
+        f"%cache = {CACHE} parameter(0)",
+        f"%before = {CACHE} copy(%cache)",
+        f"%new_row = {NEW} parameter(1)",
+        "%zero = s32[] constant(0)",
+        f"%state = {STATE} tuple(%zero, %before, %before, %new_row)",
         f"%loop = {STATE} while(%state), condition=%cond, body=%body, "
         'backend_config={"known_trip_count":{"n":"8"}}',
+        f"%updated = {CACHE} get-tuple-element(%loop), index=2",
+        outside,
         computations=f"""%cond (s: s32[]) -> pred[] {{
   %s = {STATE} parameter(0)
   ROOT %go = pred[] constant(true)
+}}
+
+%negated (a: s32[], n: s32[]) -> s32[] {{
+  %a = {CACHE} parameter(0)
+  %n = s32[] parameter(1)
+  %inner = {LAYER} dynamic-slice(%a, %n, %n, %n), dynamic_slice_sizes={{1,4096,128}}
+  ROOT %negative = {LAYER} negate(%inner)
 }}
 
 %body (s: s32[]) -> s32[] {{
@@ -49,7 +68,7 @@ def _find(body):
 }}
 """,
     )
-    return loop_copies.find(module, timeline.simulate(module, _OneDevice(), V5E))
+    return loop_copies.find(module, timeline.simulate(module, _OneDevice(), V5E), ["model.cache"])
 
 
 class _Device:
@@ -61,13 +80,28 @@ class _OneDevice:
     axis_names = ("replica",)
 
 
+def _seconds(num_bytes):
+    return 2 * num_bytes / (V5E.hbm_bytes_per_s * V5E.hbm_efficiency)
+
+
 def test_a_loop_that_copies_what_it_only_updates_is_found():
     (found,) = _find(COPIES)
-    assert found.source == "/a/decode.py:9"
-    assert found.num_bytes == 8 * 3 * BYTES
-    rate = V5E.hbm_bytes_per_s * V5E.hbm_efficiency
-    assert found.seconds == pytest.approx(8 * 3 * 2 * BYTES / rate)
+    assert (found.source, found.names, found.is_carried) == (
+        "/a/decode.py:9",
+        ("model.cache",),
+        False,
+    )
+    # Three copies of each layer, and one of the argument.
+    assert found.num_bytes == (8 * 3 + 8) * BYTES
+    assert found.seconds == pytest.approx(_seconds(found.num_bytes))
 
 
-def test_an_update_in_place_copies_nothing():
-    assert _find(IN_PLACE) == []
+def test_an_update_in_another_layout_copies_before_and_after_the_loop_and_to_read():
+    (found,) = _find(TRANSPOSED, f"%after = {CACHE} copy(%updated)")
+    assert (found.names, found.is_carried) == (("model.cache",), True)
+    assert found.num_bytes == 3 * 8 * BYTES
+
+
+def test_an_update_in_place_copies_nothing_in_the_loop():
+    (found,) = _find(IN_PLACE)
+    assert found.num_bytes == 8 * BYTES  # of an argument that is not donated
