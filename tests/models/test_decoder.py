@@ -146,7 +146,7 @@ def test_a_decode_step_on_a_tpu_reads_weights_and_cache_once_and_copies_neither(
     # With only two layers, the compiler prefetches a part of the weights into VMEM, and writes it.
     assert read < plan.time.hbm_bytes < 1.15 * read
     assert plan.memory.categories[memory.TEMPORARIES] < 0.01 * read
-    assert not plan.notes
+    assert not any("loop copies" in note for note in plan.notes)
 
 
 def test_wrong_sizes_of_a_cache_and_of_generate_raise_errors():

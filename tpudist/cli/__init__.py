@@ -25,6 +25,7 @@ WRONG_USE = 2
 COMMANDS: Mapping[str, str] = {
     "plan": "Compile a training step for a TPU slice; show its memory, time and communication.",
     "size": "Find the largest batch, the smallest slice or the cheapest run of a training step.",
+    "plan-server": "Plan a server of a language model: its speed, and how many sequences fit.",
     "topologies": "List TPU generations, their slices and the rates that plans use.",
     "run": "Run a program as one process, for example on emulated devices.",
     "launch": "Run a program as several processes, on one host or on many.",
@@ -50,7 +51,7 @@ exit codes: 0 success, 1 negative result, 2 wrong use, 130 interrupted
 """
 # These commands use JAX without a device. `port` does not use JAX, and the others choose their
 # platform.
-_ON_CPU = ("plan", "size", "topologies")
+_ON_CPU = ("plan", "plan-server", "size", "topologies")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -104,7 +105,7 @@ def find_command(name: str) -> ModuleType:
         raise WrongUse(
             f"There is no command {name}.{suggestion} The commands are {', '.join(COMMANDS)}."
         )
-    return importlib.import_module(f"tpudist.cli.{name}_command")
+    return importlib.import_module(f"tpudist.cli.{name.replace('-', '_')}_command")
 
 
 def parse(args: Sequence[str]) -> Any:

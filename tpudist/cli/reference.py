@@ -39,8 +39,8 @@ OPTIMIZERS = {
 
 
 @dataclass(frozen=True)
-class ReferenceOptions:
-    """The reference transformer, planned if no STEP is passed. Defaults come from the preset."""
+class ModelOptions:
+    """Sizes of the reference transformer. Defaults come from the preset."""
 
     # The keys of `PRESETS`, again: tyro reads the choices from the annotation, which must be
     # static. A test in `tests/cli/test_cli.py` compares both.
@@ -56,16 +56,6 @@ class ReferenceOptions:
     """Sizes of the model; tiny is the model of scripts/train.py."""
     hf: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
     """Folder with a config.json, in place of a preset; weights are not needed."""
-    maxtext: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[FILE [KEY=VALUE ...]]", help_behavior_hint="")
-    ] = ()
-    """MaxText's base.yml and overrides, in place of a preset."""
-    batch_per_chip: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Sequences per chip."""
-    global_batch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Sequences of all chips together, in place of --batch-per-chip."""
-    sequence_length: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Tokens per sequence (with --hf: 8192, or the most that the model supports)."""
     num_layers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Number of blocks."""
     embed_dim: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
@@ -94,6 +84,22 @@ class ReferenceOptions:
     """Attention algorithm; auto is Splash attention on TPUs."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the computation."""
+
+
+@dataclass(frozen=True)
+class ReferenceOptions(ModelOptions):
+    """The reference transformer, planned if no STEP is passed. Defaults come from the preset."""
+
+    maxtext: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[FILE [KEY=VALUE ...]]", help_behavior_hint="")
+    ] = ()
+    """MaxText's base.yml and overrides, in place of a preset."""
+    batch_per_chip: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Sequences per chip."""
+    global_batch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Sequences of all chips together, in place of --batch-per-chip."""
+    sequence_length: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Tokens per sequence (with --hf: 8192, or the most that the model supports)."""
     param_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the parameters and of the optimizer state (default: float32)."""
     loss_chunk: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None

@@ -7,6 +7,7 @@ from tpudist.planner.layouts.layout_search import search
 from tpudist.planner.layouts.search_result import SearchResult
 from tpudist.planner.plain_step import plan
 from tpudist.planner.plan_record import Plan
+from tpudist.planner.server_plan import ServerPlan
 from tpudist.xla.hardware.slices import parse as parse_topology
 from tpudist.xla.topology import devices
 
@@ -16,6 +17,7 @@ __all__ = [
     "GlobalBatch",
     "Plan",
     "SearchResult",
+    "ServerPlan",
     "devices",
     "parse_topology",
     "plan",

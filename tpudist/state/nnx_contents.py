@@ -48,9 +48,11 @@ def holders_of(array: jax.Array) -> list[nnx.Variable]:
 
 
 def role_of(variable: nnx.Variable | None) -> str:
-    """Returns the role of a Variable: "parameters", "optimizer state" or "other"."""
+    """Returns the role of a Variable: "parameters", "optimizer state", "cache" or "other"."""
     if isinstance(variable, nnx.OptState):
         return "optimizer state"
+    if isinstance(variable, nnx.Cache):
+        return "cache"
     return "parameters" if isinstance(variable, nnx.Param) else "other"
 
 

@@ -41,6 +41,7 @@ _MEMORY_COLORS = {
     "parameters": BLUE,
     "optimizer state": PURPLE,
     "gradients and activations": ORANGE,
+    "cache": GREEN,
     "batch": TEAL,
     "other arguments": YELLOW,
     "outputs": GREEN,

@@ -22,12 +22,13 @@ from tpudist.xla.hlo.compiled_program import CompiledProgram
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.mesh import REPLICA_AXIS
 
-PARAMETERS = "parameters"
+PARAMETERS, CACHE = "parameters", "cache"
 # Categories of the memory of inputs, by the role of an input.
 _OTHER_ARGUMENTS = "other arguments"
 _CATEGORIES = {
     PARAMETERS: PARAMETERS,
     "optimizer state": "optimizer state",
+    CACHE: CACHE,
     "batch": "batch",
     "other": _OTHER_ARGUMENTS,
 }
@@ -43,7 +44,7 @@ class InputLeaf:
 
     Attributes:
         name: The user's name, such as "model.blocks.qkv.kernel".
-        role: "parameters", "optimizer state", "batch" or "other".
+        role: "parameters", "optimizer state", "cache", "batch" or "other".
         shape: Global shape.
         dtype: Dtype of the array.
         sharding: Placement on the mesh.
