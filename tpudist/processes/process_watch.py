@@ -296,10 +296,7 @@ class Watch:
         return None
 
     def _read_report_of_0(self) -> None:
-        """Looks whether process 0 still reports, without a connection to it.
-
-        Under a supervisor, which has the service, it may stop to run Python unnoticed.
-        """
+        """Looks whether process 0 still reports, if there is no connection that would show it."""
         if self._report_lost is None or not self._index:
             return
         try:
