@@ -75,8 +75,9 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
     if opcode in _MOVES:
         ends = ends_of_copy(module, instruction)
         assert ends is not None
-        read = _stride(instruction) * ends.moved.padded_bytes * _is_in_hbm(ends.source)
-        return float(read + ends.moved.padded_bytes * _is_in_hbm(ends.target))
+        read = min(_stride(instruction) * ends.moved.padded_bytes, ends.source.padded_bytes)
+        written = ends.moved.padded_bytes
+        return float(read * _is_in_hbm(ends.source) + written * _is_in_hbm(ends.target))
     if opcode.endswith("-start"):
         return 0.0  # a collective, which the network's own engine reads and writes
     if kernels.is_kernel(instruction):
