@@ -89,6 +89,7 @@ class WalkState:
         self.cost = Cost()
         self._live_bytes = 0.0
         self._gathered: dict[Any, Value] = {}
+        self._made: list[Buffer] = []  # by the current operation
 
     def run(
         self,
@@ -121,6 +122,10 @@ class WalkState:
             self.mark_peak()
             for number in operation.last_uses:
                 self._drop(number)
+            for buffer in self._made:  # operands that only this operation needed
+                if not buffer.users:
+                    self._free(buffer)
+            self._made.clear()
         return self._finish(wanted, in_place)
 
     def apply(self, operation: Operation) -> list[Value]:
@@ -205,6 +210,7 @@ class WalkState:
         live = num_bytes if is_live else 0.0
         self._live_bytes += live
         buffer = Buffer(num_bytes, is_product=is_product, live_bytes=live)
+        self._made.append(buffer)
         reads = frozenset((buffer,))
         return dataclasses.replace(like, reads=reads, is_single=True)
 
@@ -280,6 +286,9 @@ class WalkState:
                         split[dim] += (name,)
         summed = Value(tuple(shape), tuple(split), value.item_bytes, value.partial - axes)
         self.communicate("all-reduce", summed.num_bytes, frozenset(axes & self.lazy))
+        for buffer in value.reads:  # the sum of a new value takes its memory
+            if not buffer.users:
+                self._free(buffer)
         return self.new_value(summed)
 
     def reshard(self, value: Value, target: Axes) -> Value:
@@ -305,7 +314,9 @@ class WalkState:
             if not value.reads:
                 return result
             part = self.part(value, result)
-            return part if self.is_fused(value) else self.read_and_write([part], part)
+            if value.read_bytes <= result.num_bytes:
+                return part  # computed where it is read
+            return self.read_and_write([part], part)
         key = (value.origin, target, value.item_bytes)
         found = self._gathered.get(key)
         if found is not None:
