@@ -307,3 +307,17 @@ def test_the_figures_equal_those_of_the_same_program_of_a_strategy():
 
     assert without_lines(plan) == without_lines(ours)
     assert plan.memory.peak_bytes == pytest.approx(ours.memory.peak_bytes, rel=0.01)
+
+
+@pytest.mark.libtpu
+def test_a_step_is_traced_at_most_twice():
+    """Tracing a large model takes a minute."""
+    step, x = with_own_mesh()
+    traces = []
+
+    def counted(x):
+        traces.append(1)
+        return step(x)
+
+    planner.plan(counted, x, topology="v5e-8")
+    assert len(traces) == 2

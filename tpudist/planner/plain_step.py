@@ -32,6 +32,7 @@ from tpudist.planner.plain_program import (
 from tpudist.planner.plan_record import Plan
 from tpudist.planner.show.progress import Progress, show_progress
 from tpudist.xla.compiler import compiler_process
+from tpudist.xla.compiler.visible_devices import means_absent_devices
 from tpudist.xla.hardware import slices
 
 _RULE_OF_LOWERED = (
@@ -138,9 +139,11 @@ def _lower_step(
         placement = Placement(topology, mesh, computes)
         try:
             lowered = lower_call(step, placement.place(step, *values), *argnums)
-        except OtherDevices:
+        except OtherDevices as error:
             if topology is None:
                 raise
+            if not means_absent_devices(error):
+                break
         else:
             if placement.has_devices(lowered.mesh):
                 return lowered
