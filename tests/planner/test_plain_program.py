@@ -210,6 +210,19 @@ def test_a_step_may_compute_constants_while_it_is_traced(mesh):
     assert plan.num_devices == (1 if mesh is None else 8)
 
 
+def test_a_model_may_contain_random_keys():
+    model = nnx.Sequential(nnx.Linear(16, 16, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
+
+    @nnx.jit
+    def step(model, x):
+        return nnx.grad(lambda model: model(x).sum())(model)
+
+    shards = (P(), P("data"))
+    plan = planner.plan(step, model, X, mesh=data_mesh(), in_shardings=shards)
+    assert 0 <= plan.memory.categories["parameters"] - (16 * 16 + 16) * 4 < 64  # and the key
+    assert plan.memory.replicated_share == 1.0
+
+
 def needs_value(model, batch):
     return model if batch["x"].sum() > 0 else model * 2
 

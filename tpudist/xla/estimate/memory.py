@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 
-import numpy as np
+import jax
 from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
@@ -198,7 +198,9 @@ def _find_replicated(inputs: Sequence[InputLeaf], mesh: Mesh) -> tuple[float, tu
 
 
 def _global_bytes(leaf: InputLeaf) -> int:
-    return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+    # Not `np.dtype`, which does not know the dtypes of random keys.
+    x = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return x.size * x.dtype.itemsize
 
 
 def _find_reused_arguments(text: str) -> set[int]:
