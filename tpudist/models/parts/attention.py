@@ -22,7 +22,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from tpudist.models.parts import attention_tiles, ring_attention
-from tpudist.models.parts.logical import automatic_axes, inner_axes, split_over
+from tpudist.models.parts.logical import (
+    automatic_axes,
+    inner_axes,
+    split_over,
+    with_single_axes,
+)
 from tpudist.programs.rows.row_kernels import rowwise
 from tpudist.xla import splash_attention
 
@@ -286,10 +291,8 @@ class RingOrder:
 
 
 def _exchange_shares(exchange: Callable[..., jax.Array], axis: str, x: jax.Array) -> jax.Array:
-    # As in `_run_on_each_share`, all axes are manual and in the spec, also axes of size 1.
-    single = tuple(name for name in automatic_axes() if name not in inner_axes())
     spec = PartitionSpec(
-        (*split_over("batch", x.shape[0]), *single) or None,
+        with_single_axes(split_over("batch", x.shape[0])),
         axis,
         split_over("residual", x.shape[2]) or None,
     )
@@ -346,12 +349,8 @@ def _run_on_each_share(
         # query gets its own copy of its key, which always splits as the queries do.
         num_copies = (num_parts if num_parts % num_keys == 0 else query.shape[2]) // num_keys
         key, value = (jnp.repeat(x, num_copies, axis=2) for x in (key, value))
-    # All axes must be manual for a kernel, also axes of size 1. In the spec these cost nothing; if
-    # they were missing there, `shard_map` would sum gradients over them.
-    single = tuple(axis for axis in automatic_axes() if axis not in inner)
-    spec = PartitionSpec(
-        (*split_over("batch", query.shape[0]), *single) or None, sequence or None, heads or None
-    )
+    batch = with_single_axes(split_over("batch", query.shape[0]))
+    spec = PartitionSpec(batch, sequence or None, heads or None)
     return jax.shard_map(
         kernel,
         in_specs=(spec, spec, spec, *(PartitionSpec(heads or None) for _ in sinks)),

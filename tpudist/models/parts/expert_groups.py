@@ -22,7 +22,12 @@ from jax.sharding import PartitionSpec
 from tpudist.array_types import Shape
 from tpudist.models.parts.activation import activate
 from tpudist.models.parts.attention import platform
-from tpudist.models.parts.logical import automatic_axes, inner_axes, split_over
+from tpudist.models.parts.logical import (
+    automatic_axes,
+    inner_axes,
+    split_over,
+    with_single_axes,
+)
 from tpudist.models.parts.row_moves import move
 from tpudist.programs.rows.row_kernels import rowwise
 from tpudist.xla.collectives import is_16_bit_float
@@ -85,12 +90,8 @@ def _run_on_each_share(
         return _compute(x, chosen, shares, weights, limit)
     group = split_over("expert", x.shape[1])
     batch = split_over("expert_batch" if group else "batch", x.shape[0])
-    inner = inner_axes()
-    # As in `attention`: axes of size 1 must be manual, too.
-    single = tuple(axis for axis in automatic_axes() if axis not in inner)
-    rows = PartitionSpec(
-        (*batch, *single) or None, group or None, split_over("sequence", x.shape[2]) or None
-    )
+    sequence = split_over("sequence", x.shape[2])
+    rows = PartitionSpec(with_single_axes(batch), group or None, sequence or None)
     axes = {name: _axes_of(_dims_of(name), w.shape) for name, w in weights.items()}
     specs = {name: PartitionSpec(*(over or None for over in axes[name])) for name in axes}
     summed = axes["out"][1]

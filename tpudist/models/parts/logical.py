@@ -71,3 +71,13 @@ def split_over(name: str, size: int) -> tuple[str, ...]:
     target = (target,) if isinstance(target, str) else target
     axes_of_dim = tuple(axis for axis in target if axis in inner)
     return axes_of_dim if size % math.prod(inner[axis] for axis in axes_of_dim) == 0 else ()
+
+
+def with_single_axes(over: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Returns `over` and the automatic axes of size 1: a dim's axes in a spec of `jax.shard_map`.
+
+    A kernel needs all axes to be manual, also those of size 1. In a spec these cost nothing; if
+    they were missing there, `shard_map` would sum gradients over them. None stands for no axis.
+    """
+    inner = inner_axes()
+    return (*over, *(axis for axis in automatic_axes() if axis not in inner)) or None

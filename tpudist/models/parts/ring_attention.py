@@ -235,7 +235,7 @@ def _select(is_low, halves):
 
 
 def _split(is_low, x):
-    """Returns low and high chunks of which one is `x`, and the other is 0."""
+    """Returns low and high chunks: one is `x`, and the other is 0."""
     return jnp.where(is_low, x, 0), jnp.where(is_low, 0, x)
 
 
