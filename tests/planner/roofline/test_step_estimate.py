@@ -75,6 +75,23 @@ def test_a_gradient_is_summed_over_the_axis_of_the_rows():
     assert found.waits_s == pytest.approx(summed)
 
 
+def test_a_manual_permute_sends_to_the_next_device():
+    devices = network(ring=4, data=2)
+    automatic = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((4, 2), ("ring", "data"), axis_types=automatic)
+    spec = jax.sharding.PartitionSpec("ring")
+
+    def shift(x):
+        return jax.lax.ppermute(x, "ring", [(i, (i + 1) % 4) for i in range(4)])
+
+    step = jax.shard_map(shift, mesh=mesh, in_specs=spec, out_specs=spec)
+    found = estimate(program(step, ((ROWS, WIDTH), (("ring",), ()))), devices)
+    part = 2.0 * ROWS * WIDTH / 4
+    assert found.waits_s == pytest.approx(
+        devices.seconds("collective-permute", part, frozenset(["ring"]))
+    )
+
+
 def test_a_loop_multiplies_its_body_and_keeps_its_stacked_results():
     def step(x, ws):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, ws)[1]

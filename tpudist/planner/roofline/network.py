@@ -46,7 +46,10 @@ class Network:
         A collective across slices runs inside each slice, and its part of each device between them.
         """
         group, num_slices = self._group(axes)
-        seconds = self._torus.route(kind, num_bytes, (group,)).seconds
+        groups: tuple[tuple[int, ...], ...] = (group,)
+        if kind == "collective-permute":  # each device sends to the next one
+            groups = tuple(zip(group, (*group[1:], group[0]), strict=True))
+        seconds = self._torus.route(kind, num_bytes, groups).seconds
         if num_slices > 1:
             sent = links.bytes_per_device(kind, num_bytes / len(group), num_slices)
             seconds += sent / (self._dcn_bytes_per_s * links.dcn_share(kind))
