@@ -67,8 +67,9 @@ def _facts(server: ServerPlan, plan: Plan) -> Iterable[tuple[str, str]]:
         prompts = f"{plural(server.num_prompts, 'prompt')} of {server.prompt_length:,} tokens"
         yield "first token", f"{format_step(time)}, for {prompts}"
     if time := plan.time:
-        longest = max(_parts_of_decode(plan, time), key=lambda part: part[1])[0]
-        yield "next tokens", f"{format_step(time)} each; most of it {longest}"
+        *parts, _ = _parts_of_decode(plan, time)  # the last one has no single cause
+        longest = max(parts, key=lambda part: part[1])[0]
+        yield "next tokens", f"{format_step(time)} each, bound by {longest}"
     if (speed := server.tokens_per_s) is not None:
         per_chip = format_count(speed / plan.num_chips)
         yield SPEED, f"{format_count(speed)} new tokens/s, {per_chip} per chip, with prefill steps"
