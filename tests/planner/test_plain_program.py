@@ -148,6 +148,8 @@ def test_a_step_that_asks_jax_for_devices_sees_the_slice():
     x = jax.ShapeDtypeStruct((4, 8, 8), jnp.float32)
     plan = planner.plan(step, x, topology="v5e-4")
     assert (plan.mesh, plan.num_chips, plan.fits) == ({"i": 4}, 4, True)
+    on_this_machine = jax.pmap(lambda x: x)(jnp.ones((4, 8, 8)))
+    assert planner.plan(step, on_this_machine, topology="v5e-4").mesh == {"i": 4}
 
     def product(x):
         return x @ x.T if (jax.default_backend(), jax.device_count()) == ("tpu", 4) else x

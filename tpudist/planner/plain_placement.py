@@ -1,6 +1,7 @@
 """Places the arguments of a step of plain JAX on the devices of a plan, without their data."""
 
 import dataclasses
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -138,6 +139,9 @@ class Placement:
         self, step: Callable[..., Any], args: tuple, kwargs: dict[str, Any], in_shardings: PyTree
     ) -> PlacedCall:
         """Returns the arguments without data, on the devices of the plan."""
+        if inspect.isfunction(step) and hasattr(step, "lower"):
+            # Of `jax.pmap`, which places its arguments on the devices that JAX reports.
+            args, kwargs = jax.tree.map(_without_sharding, (args, kwargs))
         leaves, treedef = jax.tree.flatten((args, kwargs))
         if self._mesh is None:
             specs = jax.tree.leaves(in_shardings, is_leaf=_is_sharding)
@@ -308,6 +312,12 @@ def _advise_on_keywords(kwargs: Mapping[str, Any]) -> str:
         f"give its arrays shardings: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding("
         f"mesh, P(...)))."
     )
+
+
+def _without_sharding(x: Any) -> Any:
+    if not isinstance(x, _ARRAYS):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=is_weakly_typed(x))
 
 
 def _is_sharding(x: object) -> bool:
