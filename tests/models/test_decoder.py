@@ -158,6 +158,16 @@ def test_wrong_sizes_of_a_cache_and_of_generate_raise_errors():
         KVCache(SMALL, 2, 0)
     with pytest.raises(ValueError, match="temperature above 0 needs key="):
         generate(model, TOKENS, 2, temperature=1.0)
+    for change in ({"num_layers": 1}, {"num_kv_heads": 4}, {"head_width": 8}):
+        config = dataclasses.replace(SMALL, **change)
+        other = nnx.eval_shape(lambda config=config: KVCache(config, 4, 12))
+        with pytest.raises(ValueError, match="is not for these tokens and this model"):
+            nnx.eval_shape(lambda model, cache: prefill(model, cache, TOKENS), model, other)
+    for lengths in ([6, 3, 0, 1], [6, 3, 13, 1], [6], [[6, 3, 5, 1]]):
+        with pytest.raises(ValueError, match="each at least 1 and at most"):
+            generate(model, TOKENS, 2, lengths=jnp.array(lengths))
+    with pytest.raises(ValueError, match=r"prompts \(4, 0\) with lengths=None"):
+        generate(model, TOKENS[:, :0], 2)
     many = dataclasses.replace(SMALL, learned_positions=10)
     with pytest.raises(ValueError, match="has 16 tokens, but the model has learned_positions=10"):
         generate(nnx.eval_shape(lambda: make(many)), TOKENS[:, :8], 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -107,9 +108,16 @@ def _check(options: Options) -> tuple[list[str], dict[str, float]]:
         for word in options.topologies:
             names += [word] if ":" in word or "-" in word else slices.usual_slices(word)
         parsed = [slices.parse(name) for name in names]
-        pairs = [x.partition("=") for x in options.prices]
-        prices = {slices.usual_slices(k)[0].partition("-")[0]: float(v) for k, _, v in pairs}
+        prices = dict(_parse_price(pair) for pair in options.prices)
         arguments.check_not_negative({"compiles": options.compiles})
+        arguments.check_positive(
+            {
+                "tokens": 1 if options.tokens is None else options.tokens,
+                "days": 1 if options.days is None else options.days,
+                "rows": 1 if options.rows is None else options.rows,
+                "tokens-per-row": options.tokens_per_row,
+            }
+        )
     except ValueError as error:
         raise WrongUse(str(error)) from error
     if options.question == "largest-batch" and len(parsed) != 1:
@@ -125,6 +133,19 @@ def _check(options: Options) -> tuple[list[str], dict[str, float]]:
     if missing:
         raise WrongUse(f"--prices has no price of {', '.join(sorted(missing))}. Add it.")
     return names, prices
+
+
+def _parse_price(pair: str) -> tuple[str, float]:
+    """Returns the generation and the price of "v5e=1.2"."""
+    chip, _, text = pair.partition("=")
+    generation = slices.usual_slices(chip)[0].partition("-")[0]
+    try:
+        price = float(text)
+    except ValueError:
+        price = 0.0
+    if not 0 < price < math.inf:
+        raise ValueError(f"--prices {pair!r} is not a chip and its price above 0: {chip}=1.2.")
+    return generation, price
 
 
 def _make_sizer(options: Options, names: list[str]) -> tuple[Sizer, dict[str, int]]:
@@ -278,7 +299,10 @@ def _write_json(options: Options, found: Sizing, choices: list[tuple[Choice, boo
     if options.json == "-":
         print_text(text)
     else:
-        Path(str(options.json)).write_text(text + "\n")
+        try:
+            Path(str(options.json)).write_text(text + "\n")
+        except OSError as error:
+            raise WrongUse(f"{options.json} cannot be written: {error.strerror}.") from error
 
 
 def _draw(options: Options, found: Sizing, prices: dict[str, float]) -> None:

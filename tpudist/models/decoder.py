@@ -14,6 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from tpudist.models.parts.kv_cache import BLOCK, EMPTY, Places, Stored
 from tpudist.models.parts.logical import axes, split_over
@@ -24,8 +25,9 @@ from tpudist.models.transformer_config import TransformerConfig
 class KVCache(nnx.Module):
     """Keys and values of the tokens of sequences, for each layer; all sequences use equal slots.
 
-    If all slots are full, a new token replaces the oldest one. Mesh axes for the names `batch` and
-    `kv_heads` split the cache; create it with `Strategy.create`.
+    If all slots are full, a new token replaces the oldest one. Padding of prompts takes slots too:
+    if all layers have a window, the slots of the window and of the longest padding are enough. Mesh
+    axes for the names `batch` and `kv_heads` split the cache; create it with `Strategy.create`.
 
     Args:
         config: Configuration of the transformer.
@@ -72,9 +74,10 @@ def prefill(
         Float32 logits `[batch, vocabulary]` after the last token of each prompt.
 
     Raises:
-        ValueError: If the cache has fewer slots than the prompts have tokens, or another number of
-            sequences.
+        ValueError: If the cache has fewer slots than the prompts have tokens, another number of
+            sequences, or the sizes of another model; or if a prompt has no token.
     """
+    _check_prompts(prompts, lengths)
     (batch, length), shape = prompts.shape, cache.positions.shape
     if batch != shape[0] or length > shape[1]:
         raise ValueError(
@@ -113,6 +116,14 @@ def _extend(
     model: Transformer, cache: KVCache, tokens: jax.Array, positions: jax.Array, slot: jax.Array
 ) -> jax.Array:
     """Returns the hidden values `[batch, length, embed]` of new tokens, and stores the tokens."""
+    config, stored_sizes = model.config, cache.keys.shape
+    sizes = (config.num_layers, tokens.shape[0], config.kv_heads, config.head_dim)
+    if (*stored_sizes[:3], stored_sizes[4]) != sizes:
+        raise ValueError(
+            f"The cache {stored_sizes} of layers, sequences, heads, slots and widths of heads "
+            f"is not for these tokens and this model, which need {sizes[:3]}, any number of slots "
+            f"and {sizes[3]}. Create KVCache with the model's config."
+        )
     in_slots = jax.lax.dynamic_update_slice(cache.positions[...], positions, (0, slot))
     places = Places(slot, positions, in_slots)
     stored = Stored(cache.keys[...], cache.values[...])
@@ -120,6 +131,22 @@ def _extend(
     cache.positions[...] = in_slots
     cache.num_written[...] = slot + tokens.shape[1]
     return hidden
+
+
+def _check_prompts(prompts: jax.Array, lengths: jax.Array | None) -> None:
+    """Raises ValueError if a prompt has no token; of traced lengths, only the shape is known."""
+    shape = prompts.shape
+    is_right = len(shape) == 2 and shape[1] > 0
+    if is_right and lengths is not None:
+        lengths = jnp.asarray(lengths)
+        is_right = lengths.shape == shape[:1]
+        if is_right and not isinstance(lengths, Tracer) and lengths.is_fully_addressable:
+            is_right = bool(((lengths >= 1) & (lengths <= shape[1])).all())
+    if not is_right:
+        raise ValueError(
+            f"The prompts {shape} with lengths={lengths} must be [batch, length], and the lengths "
+            "[batch], each at least 1 and at most the length of the padded prompts."
+        )
 
 
 def _logits(model: Transformer, hidden: jax.Array) -> jax.Array:
@@ -140,7 +167,9 @@ def generate(
     """Returns `num_tokens` tokens that continue each prompt, `[batch, num_tokens]`.
 
     It is compiled once for each shape. It also works in a replica function of `Strategy.run`, and
-    then each replica continues its own prompts.
+    then each replica continues its own prompts. There, fold the replica's number
+    (`tpudist.get_replica_context().replica_id_in_sync_group`) into the key, or replicas draw with
+    equal random numbers.
 
     Args:
         model: Transformer.
@@ -153,18 +182,20 @@ def generate(
             sequences have ended, nothing more is computed.
 
     Raises:
-        ValueError: If `num_tokens` is below 1, `temperature` is negative, or a key is missing.
+        ValueError: If `num_tokens` is below 1, `temperature` is negative, a key is missing, or a
+            prompt has no token.
     """
-    if num_tokens < 1 or temperature < 0 or (temperature and key is None):
+    if num_tokens < 1 or not temperature >= 0 or (temperature and key is None):
         raise ValueError(
             f"generate(num_tokens={num_tokens}, temperature={temperature}, "
             f"key={'None' if key is None else '...'}): num_tokens must be at least 1, and a "
             "temperature above 0 needs key=jax.random.key(seed)."
         )
+    prompts = jnp.asarray(prompts)
+    lengths = None if lengths is None else jnp.asarray(lengths)
+    _check_prompts(prompts, lengths)
     graph, state = nnx.split(model)
-    return _generate(
-        graph, state, jnp.asarray(prompts), lengths, key, num_tokens, float(temperature), end_token
-    )
+    return _generate(graph, state, prompts, lengths, key, num_tokens, float(temperature), end_token)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
