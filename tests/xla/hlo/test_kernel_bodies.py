@@ -126,7 +126,8 @@ def test_a_loop_of_unknown_length_in_a_kernel_is_guessed():
     spec = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(1,))
     body = _body(pl.pallas_call(kernel, out_shape=shape, grid_spec=spec), length, shape)
     compiled = _compiled(body, "s32[1]{0:T(128)}", "f32[128,128]{1,0}", result="f32[128,128]{1,0}")
-    assert kernels.flops(*compiled) == 2 * 128**3
+    # Until jax 0.10 the program has a second loop, for the rest of an unrolled one.
+    assert kernels.flops(*compiled) / (2 * 128**3) in (1, 2)
     price = instruction_time.Rates.of(V5E).price(*compiled)
     assert price.guess == "custom kernel, one iteration of its loops"
 
