@@ -62,6 +62,18 @@ def test_mistakes_are_explained(capsys, options, message):
     assert message in " ".join(printed.err.split())
 
 
+def test_a_step_that_fails_for_each_layout_is_not_said_to_need_memory(
+    capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "step_that_fails.py").write_text("def make_step(candidate):\n    raise KeyError")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, printed = size(
+        capsys, "largest-batch", "step_that_fails:make_step", "--topologies", "v5e-8"
+    )
+    assert code == 2
+    assert "No choice could be estimated" in printed.err
+
+
 def test_the_front_has_the_choices_that_no_other_beats_in_time_and_cost():
     def choice(topology, chips, step_s):
         estimate = StepEstimate(step_s, 1.0, 2.0, step_s, 0.0, 0.0, 0.0)

@@ -91,6 +91,11 @@ def run(options: Options) -> int:
             assert options.tokens  # `_check` requires both
             assert options.days
             found = sizer.cheapest(batch_of, options.tokens, options.days, prices)
+    if not found.num_estimated:
+        raise WrongUse(
+            "No choice could be estimated: the step fails for each layout, or the chips have no "
+            f"published rates. tpudist plan --search --topology {names[0]} shows the errors."
+        )
     choices = _list_choices(options, found, prices)
     if options.json is not None:
         _write_json(options, found, choices)
