@@ -131,6 +131,9 @@ def test_a_full_cache_forgets_the_oldest_tokens():
 
 
 @pytest.mark.libtpu
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the compiler of jax 0.10 moves twice the bytes"
+)
 @pytest.mark.slow
 def test_a_decode_step_on_a_tpu_reads_weights_and_cache_once_and_copies_neither():
     config = dataclasses.replace(
