@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -92,8 +91,3 @@ class Network:
 def _pad(size: float, multiple: int) -> float:
     """Returns the factor by which padding to a multiple enlarges a dim."""
     return math.ceil(size / multiple) * multiple / size if size else 1.0
-
-
-def product_dims(*sizes: Sequence[int]) -> tuple[float, ...]:
-    """Returns the product of each group of dims."""
-    return tuple(float(math.prod(group)) for group in sizes)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -186,8 +185,3 @@ def _item_bytes(dtype: Any) -> float:
     if dtype is None or name.startswith("key"):
         return 8.0 if dtype is not None else 0.0
     return 0.5 if name in ("int4", "uint4") else float(np.dtype(dtype).itemsize)
-
-
-def is_scalar(array: Array) -> bool:
-    """Returns whether a value has at most one element."""
-    return math.prod(array.shape) <= 1

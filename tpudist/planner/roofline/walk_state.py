@@ -1,5 +1,6 @@
 """The state of a walk over a program: values on one device, their memory, and the time so far."""
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +61,7 @@ class Cost:
         self.hbm_bytes += times * share * inner.hbm_bytes
 
 
-class WalkState:
+class WalkState(abc.ABC):
     """The walk over one block; `program_walk.Walk` has the rules of the operations.
 
     Attributes:
@@ -128,9 +129,9 @@ class WalkState:
             self._made.clear()
         return self._finish(wanted, in_place)
 
+    @abc.abstractmethod
     def apply(self, operation: Operation) -> list[Value]:
         """Returns the results of an operation, and adds its cost."""
-        raise NotImplementedError
 
     def _finish(self, wanted: Sequence[Axes | None], in_place: Sequence[bool]) -> list[Value]:
         outputs = []
