@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpudist.display.text_tables import format_source
+from tpudist.planner.show.figure import make_figure
 from tpudist.planner.show.formats import format_bytes, format_seconds
 from tpudist.planner.show.plan_text import describe_plan
 from tpudist.planner.show.report_parts import (
@@ -44,21 +45,11 @@ def draw(plan: PlanFigures, path: str | Path) -> None:
         ModuleNotFoundError: If matplotlib is not installed.
         ValueError: If matplotlib does not know the format.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Drawing a chart needs matplotlib, which is not installed: pip install matplotlib."
-        ) from error
-
     report = describe_plan(plan)
     bars = [section for section in report.sections if isinstance(section, Bars)]
     uses = merge_uses(plan.collectives)[:NUM_COLLECTIVES]
     height = TOP + SECTION * len(bars) + (SPACE + ROW * len(uses) if uses else 0.0)
-    # Without pyplot: no display is needed, and the settings of the caller do not change.
-    figure = Figure(figsize=(WIDTH, height), dpi=120, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = make_figure(WIDTH, height)
 
     def add_axes(top: float, tall: float, left: float = MARGIN) -> Axes:
         # matplotlib counts fractions from the bottom; these are inches from the top.

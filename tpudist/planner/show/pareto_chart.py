@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from tpudist.planner.show.figure import make_figure
 from tpudist.planner.show.report_parts import GREEN, TEAL
 
 
@@ -28,16 +29,7 @@ def draw(
         ModuleNotFoundError: If matplotlib is not installed.
         ValueError: If matplotlib does not know the format.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "Drawing a chart needs matplotlib, which is not installed: pip install matplotlib."
-        ) from error
-
-    figure = Figure(figsize=(7.0, 4.2), dpi=120, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = make_figure(7.0, 4.2)
     axes = figure.add_subplot()
     axes.set_xscale("log")
     axes.set_yscale("log")
