@@ -60,26 +60,9 @@ _GPT2_MEDIUM = TransformerConfig(
     biased_mlp=True,
     attention="dot_product",
 )
-_EXPERTS = TransformerConfig(
-    vocabulary=32_000,
-    num_layers=4,
-    embed_dim=1024,
-    num_heads=8,
-    num_kv_heads=4,
-    mlp_dim=2816,
-    dtype="bfloat16",
-    num_experts=8,
-)
-_LONG = TransformerConfig(
-    vocabulary=32_000,
-    num_layers=4,
-    embed_dim=1024,
-    num_heads=8,
-    num_kv_heads=2,
-    mlp_dim=4096,
-    dtype="bfloat16",
-    loss_chunk=2048,
-)
+_SMALL = dataclasses.replace(_LLAMA, num_layers=4, embed_dim=1024, num_heads=8)
+_EXPERTS = dataclasses.replace(_SMALL, num_kv_heads=4, mlp_dim=2816, num_experts=8, loss_chunk=None)
+_LONG = dataclasses.replace(_SMALL, num_kv_heads=2, mlp_dim=4096, loss_chunk=2048)
 
 
 class _Residual(nnx.Module):
@@ -236,10 +219,7 @@ def compare(name: str, cache: str | bool = True) -> tuple[list[Outcome], float, 
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
     """Returns Spearman's coefficient."""
     ranks = [np.argsort(np.argsort(column)) for column in np.array(pairs).T]
-    first, second = ranks
-    return float(
-        np.mean((first - first.mean()) * (second - second.mean())) / (first.std() * second.std())
-    )
+    return float(np.corrcoef(ranks).flat[1])
 
 
 def _silent(_: str, __: float) -> None:

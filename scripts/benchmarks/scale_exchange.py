@@ -1,7 +1,7 @@
 """Growth of agreements and of rounds about steps: messages, bytes, and CPU of process 0.
 
-Simulated: the processes are threads, and the coordination service is a dict. So the CPU seconds
-are those that tpudist uses in process 0, without the service.
+Simulated: the processes are threads, and the coordination service is a dict. The figures
+count the CPU seconds of tpudist in process 0, without the service.
 """
 
 from __future__ import annotations

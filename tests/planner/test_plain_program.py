@@ -185,7 +185,7 @@ def of_own_mesh(jit, mesh):
     ],
 )
 def test_a_step_on_emulated_devices_is_planned_for_as_many_of_a_slice(jit):
-    """Its program names only axes, so it is lowered for them and compiled for the slice."""
+    """The program names only axes, so it is lowered for them and compiled for the slice."""
     w = jnp.ones((16, 16))
     plan = planner.plan(of_own_mesh(jit, data_mesh()), w, X, topology="v5e-8")
     assert (plan.topology, plan.mesh, plan.num_chips) == ("v5e-8", {"data": 8}, 8)

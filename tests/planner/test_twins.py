@@ -92,7 +92,7 @@ def of_accumulated_gradients():
 
 
 def of_shard_map():
-    """With the default check_vma=True, JAX adds the sum of the gradients by itself."""
+    """JAX adds the sum of the gradients by itself, because `check_vma` is True by default."""
     mesh = Mesh(np.array(jax.devices()), ("data",))
     step = make_step(lambda p, x, y: jax.lax.pmean(pytree_loss(p, x, y), "data"))
     mapped = jax.shard_map(
@@ -191,7 +191,7 @@ class State(TrainState):
 
 
 def of_linen_with_batch_normalization():
-    """Under `jax.jit` the statistics are those of all rows; `axis_name` does so in a replica."""
+    """`jax.jit` computes the statistics of all rows; in a replica, `axis_name` does the same."""
     images = jax.ShapeDtypeStruct((64, 16, 16, 3), jnp.float32)
 
     def make(axis):

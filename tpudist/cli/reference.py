@@ -150,7 +150,7 @@ class Reference:
     def make_step(self, candidate: Candidate) -> tuple[TPUStrategy, Callable[..., Any], tuple]:
         """Returns the strategy, the step of one replica and its abstract arguments.
 
-        The batch is that of the candidate, if it has one.
+        If the candidate has a batch, the step has the same batch.
         """
         config = dataclasses.replace(self.config, remat=candidate.remat)
         strategy = TPUStrategy(replica_axes=candidate.replica_axes, devices=candidate.devices)

@@ -67,7 +67,7 @@ def plan(
     Args:
         step: A function, which is jitted here; a function of `jax.jit`, `jax.pmap`,
             `equinox.filter_jit` or `nnx.jit`; a `jax.stages.Lowered` or `Traced`; or a method of
-            a compiled Keras model, such as `model.fit`: the plan is of one step.
+            a compiled Keras model, such as `model.fit`. The plan covers one step.
         args: Arguments of the step. Arrays may be `jax.ShapeDtypeStruct`s; data are not read. For
             `fit` they are one batch.
         kwargs: Keyword arguments of the step.

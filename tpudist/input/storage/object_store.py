@@ -77,7 +77,8 @@ class ObjectStore(abc.ABC):
         self._pending: weakref.WeakSet[concurrent.futures.Future[Any]] = weakref.WeakSet()
         self._is_closed = self._has_warned = False
         _live.add(self)
-        # Functions at exit run in reverse order: before the ones that wait for threads.
+        # Functions at exit run in reverse order, so this one runs before functions that wait for
+        # threads.
         atexit.unregister(_close_all)
         atexit.register(_close_all)
 

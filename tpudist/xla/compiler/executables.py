@@ -21,7 +21,7 @@ def compile_uncached(
     """Compiles a program for `to_bytes`, without JAX's persistent cache.
 
     Raises:
-        ValueError: If the program was lowered for other devices than those of `mesh`.
+        ValueError: If the program's devices and the devices of `mesh` differ.
     """
     devices = lowered_program.devices_of(lowered)
     if {*devices} != {*mesh.devices.flat}:
