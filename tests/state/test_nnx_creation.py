@@ -76,3 +76,20 @@ def test_state_is_placed_once_by_each_way_to_create_it():
     with strategy.scope():
         strategy.create(init, memory_kind="pinned_host")
     assert len(calls) == 3
+
+
+def test_an_annotation_that_does_not_divide_a_parameter_raises_an_error_that_names_it():
+    strategy = tpudist.TPUStrategy(replica_axes={"tensor": 4})
+
+    def of_nnx():
+        init = nnx.with_partitioning(nnx.initializers.ones, (None, "tensor"))
+        return nnx.Linear(3, 6, kernel_init=init, rngs=nnx.Rngs(0))
+
+    def of_linen():
+        init = linen.with_partitioning(linen.initializers.ones, (None, "tensor"))
+        return linen.Dense(6, kernel_init=init).init(jax.random.key(0), jnp.ones((1, 3)))
+
+    for make, name in ((of_nnx, "kernel"), (of_linen, "a parameter of .*of_linen")):
+        for create in (strategy.create, strategy.create_abstract):
+            with pytest.raises(ValueError, match=rf"'{name}' of shape \[3, 6\] does not split as"):
+                create(make)

@@ -48,7 +48,7 @@ def array_on(
     placed = mesh.replicated
     if isinstance(sharding, NamedSharding):
         placed = sharding_on(mesh, sharding, name)
-        _check_divides(placed, x.shape, name)
+        check_divides(placed, x.shape, name)
     weak = not random_keys.is_key(x) and bool(x.weak_type)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed, weak_type=weak)
 
@@ -75,13 +75,20 @@ def sharding_on(mesh: ReplicaMesh, sharding: NamedSharding, name: str) -> NamedS
     return NamedSharding(mesh.mesh, sharding.spec, memory_kind=kind)
 
 
-def _check_divides(sharding: NamedSharding, shape: Shape, name: str) -> None:
+def check_divides(sharding: Sharding, shape: Shape, name: str) -> None:
+    """Raises an error if a sharding does not divide the dims of an array.
+
+    Raises:
+        ValueError: If it does not.
+    """
     try:
         sharding.shard_shape(tuple(shape))
     except ValueError as error:
+        assert isinstance(sharding, NamedSharding)
         raise ValueError(
-            f"'{name}' of shape {list(shape)} does not split as {sharding.spec} on the mesh of the "
-            f"plan, {dict(sharding.mesh.shape)}: {error}"
+            f"'{name}' of shape {list(shape)} does not split as {sharding.spec} on the mesh "
+            f"{dict(sharding.mesh.shape)}: the size of a dim must be a multiple of the devices of "
+            "its axes. Use other sizes, axes, or logical_axis_rules."
         ) from error
 
 

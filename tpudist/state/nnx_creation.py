@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from tpudist.array_types import PyTree
 from tpudist.display.progress_line import ProgressLine
-from tpudist.lowering import compile, creation_parts
+from tpudist.lowering import abstract_placement, compile, creation_parts
 from tpudist.processes import process_agreement
 from tpudist.programs import axis_errors, axis_names, jaxprs, program_digest
 from tpudist.state import missing_arrays, nnx_contents
@@ -143,17 +143,24 @@ def plan_creation(
         sharding_of: Called with an abstract array, and as `variable` the NNX Variable or box that
             contains it (or None); returns the sharding.
         mesh: The replicas. `init` may communicate over them; its results are equal on all.
+
+    Raises:
+        ValueError: If a sharding does not divide its array.
     """
     name = descriptions.name_of(init)
     closed, structure, (state, values), state_in = _trace(init, args, mesh, name)
     abstract = []
-    for leaf in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+    flat, _ = jax.tree_util.tree_flatten_with_path(state, lambda x: isinstance(x, nnx.Variable))
+    for path, leaf in flat:
         variable = leaf if isinstance(leaf, nnx.Variable) else None
         value = variable.get_raw_value() if variable is not None else leaf
-        abstract += _add_shardings(value, functools.partial(sharding_of, variable=variable))
+        # The path begins with the number of the object in the result.
+        label = jax.tree_util.keystr(path[1:], simple=True, separator=".") or f"a result of {name}"
+        abstract += _add_shardings(value, functools.partial(sharding_of, variable=variable), label)
     for box, value in zip(structure.boxes.values(), values, strict=True):
         filled_box = box.replace_boxed(value)
-        abstract += _add_shardings(value, functools.partial(sharding_of, variable=filled_box))
+        shard = functools.partial(sharding_of, variable=filled_box)
+        abstract += _add_shardings(value, shard, f"a parameter of {name}")
     treedef = jax.tree.structure((state, values))
     return Creation(name, mesh, structure, closed, state_in, treedef, abstract)
 
@@ -197,13 +204,16 @@ def _split(result: PyTree) -> tuple[_Structure, nnx.State, list[PyTree]]:
 
 
 def _add_shardings(
-    value: PyTree, sharding_of: Callable[[Any], Sharding]
+    value: PyTree, sharding_of: Callable[[Any], Sharding], name: str
 ) -> list[jax.ShapeDtypeStruct]:
-    """Returns the arrays of a value with their shardings."""
-    return [
+    """Returns the arrays of a value with their shardings; errors call the value `name`."""
+    arrays = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x))
         for x in jax.tree.leaves(value)
     ]
+    for x in arrays:
+        abstract_placement.check_divides(x.sharding, x.shape, name)
+    return arrays
 
 
 def sharding_of_annotation(
