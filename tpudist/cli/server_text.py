@@ -12,8 +12,6 @@ from tpudist.planner.show.formats import (
     format_bytes,
     format_count,
     format_flops,
-    format_seconds,
-    format_share,
     plural,
 )
 from tpudist.planner.show.memory_text import memory_sections
@@ -25,16 +23,13 @@ from tpudist.planner.show.report_parts import (
     NETWORK_COLORS,
     PURPLE,
     SPEED,
-    Bars,
     Lines,
-    Part,
     Report,
 )
-from tpudist.planner.show.speed_text import format_step, traffic_sections
+from tpudist.planner.show.speed_text import format_step, time_bars, traffic_sections
 from tpudist.xla.estimate.memory import CACHE
 from tpudist.xla.estimate.step_time import TimeEstimate
 
-_MIN_SHARE = 1e-3  # a shorter part would be invisible in the bar
 _Amounts = list[tuple[str, float, str]]  # name, seconds and color of each part of a time
 
 
@@ -43,9 +38,9 @@ def describe_server(server: ServerPlan) -> Report:
     plan = server.decode
     sections: list = []
     if time := plan.time:
-        sections.append(_bars("Time per token", time, _parts_of_decode(plan, time)))
+        sections.append(time_bars("Time per token", time, _parts_of_decode(plan, time)))
     if time := server.prefill.time:
-        sections.append(_bars("Time to the first token", time, _parts_of_prefill(time)))
+        sections.append(time_bars("Time to the first token", time, _parts_of_prefill(time)))
     sections += memory_sections(plan)
     sections += traffic_sections(plan)
     notes = [*dict.fromkeys((*plan.notes, *server.prefill.notes))]
@@ -115,15 +110,3 @@ def _waits(time: TimeEstimate) -> _Amounts:
         ("waiting for ICI", time.exposed_ici_s, NETWORK_COLORS["ici"]),
         ("waiting for DCN", time.exposed_dcn_s + time.slow_slices_s, NETWORK_COLORS["dcn"]),
     ]
-
-
-def _bars(title: str, time: TimeEstimate, amounts: _Amounts) -> Bars:
-    parts = tuple(
-        Part(name, seconds, format_seconds(seconds), format_share(seconds / time.step_s), color)
-        for name, seconds, color in amounts
-        if seconds > _MIN_SHARE * time.step_s
-    )
-    ends = None
-    if time.low_s is not None and time.high_s is not None:
-        ends = (time.low_s, time.high_s)
-    return Bars(title, time.step_s, parts, error_bar=ends)

@@ -73,16 +73,8 @@ def time_sections(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
     # The rest of the step. `step_s` is at least the time of all bytes through HBM, so a step bound
     # by memory is longer than the sum of its operations.
     parts.append(("waiting for HBM", spent.step_s - sum(seconds for _, seconds, _ in parts), GREY))
-    parts = tuple(
-        Part(name, seconds, format_seconds(seconds), format_share(seconds / spent.step_s), color)
-        for name, seconds, color in parts
-        if seconds > _MIN_SHARE * spent.step_s
-    )
-    ends = None
-    if spent.low_s is not None and spent.high_s is not None:
-        ends = (spent.low_s, spent.high_s)
-    notes = tuple(_notes_on_time(plan, spent))
-    yield Bars("Time of a step: an estimate", spent.step_s, parts, notes, error_bar=ends)
+    title, notes = "Time of a step: an estimate", tuple(_notes_on_time(plan, spent))
+    yield time_bars(title, spent, parts, notes)
     # `top` has one entry per kind and source line.
     longest = [op for op in spent.top if op.seconds > _MIN_SHARE * spent.step_s]
     if longest:
@@ -107,6 +99,31 @@ def time_sections(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
     guessed = [guess for guess in spent.guessed if guess.seconds > _MIN_SHARE * spent.step_s]
     if guessed:
         yield Lines("Guessed", tuple(map(_format_guess, guessed[:NUM_ROWS])))
+
+
+def time_bars(
+    title: str,
+    spent: TimeEstimate,
+    parts: Iterable[tuple[str, float, str]],
+    notes: tuple[str, ...] = (),
+) -> Bars:
+    """Returns the bar of a step.
+
+    Args:
+        title: Title of the bar.
+        spent: Time of the step.
+        parts: Name, seconds and color of each part.
+        notes: Sentences below the bar.
+    """
+    shown = tuple(
+        Part(name, seconds, format_seconds(seconds), format_share(seconds / spent.step_s), color)
+        for name, seconds, color in parts
+        if seconds > _MIN_SHARE * spent.step_s
+    )
+    ends = None
+    if spent.low_s is not None and spent.high_s is not None:
+        ends = (spent.low_s, spent.high_s)
+    return Bars(title, spent.step_s, shown, notes, error_bar=ends)
 
 
 def _format_guess(guess: Guess) -> str:
