@@ -408,6 +408,25 @@ def test_a_search_that_compiles_nothing_suggests_a_larger_time_budget(capsys):
 
 
 @pytest.mark.libtpu
+@pytest.mark.parametrize(
+    ("compiles", "title", "message"),
+    [
+        ("1", "Without an estimate and not compiled (1 of 2)", "The layout failed."),
+        ("0", "nothing could be estimated for v5e-4", "None of 2 layouts could be estimated."),
+    ],
+)
+def test_a_search_for_a_step_that_cannot_be_traced_does_not_blame_the_time(
+    capsys, compiles, title, message
+):
+    options = ["--geometries", "none", "fsdp=2", "--compiles", compiles]
+    assert plan("--search", *options, step=f"{STEPS}:make_odd_step") == 2
+    out, err = (" ".join(text.split()) for text in capsys.readouterr())
+    assert title in out
+    assert message in err
+    assert "within" not in out + err
+
+
+@pytest.mark.libtpu
 @pytest.mark.parametrize("search", [[], ["--search", "--geometries", "none"]])
 def test_tokens_per_step_overrides_the_number_from_the_step(capsys, search):
     assert plan("--tokens-per-step", "4096", "--json", "-", *search) == 0

@@ -16,7 +16,7 @@ from tpudist import planner
 from tpudist.cli import reference, user_step
 from tpudist.cli.calibration_choice import find_calibration
 from tpudist.cli.console import print_message, print_parts, print_text
-from tpudist.cli.errors import WrongUse
+from tpudist.cli.errors import WrongUse, explain_write_errors
 from tpudist.planner.layouts import search_outcomes
 from tpudist.planner.layouts.layout_search import MakeStep
 from tpudist.planner.show.formats import format_error, format_seconds, plural
@@ -128,11 +128,7 @@ class _StepSource:
             options.calibration, options.calibrate, slice_.generation
         )
         if options.step is not None:
-            if options.model != reference.ReferenceOptions():
-                raise WrongUse(
-                    f"Options of the reference transformer were passed with your own step "
-                    f"{options.step}. Omit the options, or omit the step."
-                )
+            reference.refuse_sizes(options.model, options.step)
             self.make_step = _override_tokens(
                 user_step.load(options.step, options.topology), options.tokens_per_step
             )
@@ -215,13 +211,13 @@ def _plan(options: Options, source: _StepSource) -> int:
             plan = strategy.plan(fn, args, **more_arguments)
     report = describe_plan(plan, options.steps, options.price_per_chip_hour)
     try:
-        with _explain_write_errors():
+        with explain_write_errors():
             _write_files(plan, format_page(format_html(report)), options)
             if options.chart is not None:
                 plan.chart(options.chart)
     finally:  # also if a file cannot be written: compiling took minutes
         _print(plan, TerminalReport(report), options)
-    with _explain_write_errors():
+    with explain_write_errors():
         if options.save is not None and plan.fits:
             plan.save(options.save)
     _report_files(options, save=plan.fits)
@@ -257,7 +253,7 @@ def _search(options: Options, source: _StepSource) -> int:
             calibration=source.calibration,
         )
     try:
-        with _explain_write_errors():
+        with explain_write_errors():
             _write_files(result, format_page(result._repr_html_()), options)
     finally:
         _print(result, result, options)
@@ -278,6 +274,11 @@ def _exit_code(result: planner.SearchResult, compiles: int | None) -> int:
     if compiles == 0 and result.estimated:
         estimate = result.estimated[0].estimate
         return EXIT_FITS if estimate and estimate.fits else EXIT_DOES_NOT_FIT
+    if compiles == 0:
+        raise WrongUse(
+            f"None of {plural(len(result.outcomes), 'layout')} could be estimated. Omit "
+            "--compiles 0: a compilation shows the error."
+        )
     if failed := result.of(search_outcomes.FAILED):
         first, num = failed[0], len(failed)
         all_ = f"All {num} layouts" if num > 1 else "The layout"
@@ -309,17 +310,6 @@ def _report_files(options: Options, save: bool = False) -> None:
     paths = (json, options.html, options.chart, options.save if save else None)
     if names := [str(name) for name in paths if name is not None]:
         print_message(f"Wrote {', '.join(names)}")
-
-
-@contextmanager
-def _explain_write_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        where = f"{error.filename} cannot be written" if error.filename else "Writing failed"
-        raise WrongUse(f"{where}: {error.strerror or error}. Pass another file.") from error
-    except (ValueError, ModuleNotFoundError) as error:
-        raise WrongUse(str(error)) from error
 
 
 def check(options: Options) -> Slice:

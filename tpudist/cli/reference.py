@@ -234,6 +234,19 @@ def make_reference(options: ReferenceOptions, slice_: Slice) -> Reference:
     )
 
 
+def refuse_sizes(options: ReferenceOptions, step: str) -> None:
+    """Raises an error if sizes of the reference transformer were passed with another step.
+
+    Raises:
+        WrongUse: If an option is not the default.
+    """
+    if options != ReferenceOptions():
+        raise WrongUse(
+            f"Options of the reference transformer were passed with your own step {step}. Omit "
+            "the options, or omit the step."
+        )
+
+
 def _read_maxtext(options: ReferenceOptions, slice_: Slice) -> MaxTextStep:
     if options.preset != "tiny" or options.hf is not None:
         raise WrongUse(

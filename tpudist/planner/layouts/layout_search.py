@@ -23,7 +23,14 @@ from tpudist.planner import figure_checks
 from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.layouts import candidates, first_pass
 from tpudist.planner.layouts.candidates import Candidate
-from tpudist.planner.layouts.search_outcomes import FAILED, FITS, NOT_REACHED, TOO_LARGE, Outcome
+from tpudist.planner.layouts.search_outcomes import (
+    FAILED,
+    FITS,
+    NOT_COMPILED,
+    NOT_REACHED,
+    TOO_LARGE,
+    Outcome,
+)
 from tpudist.planner.layouts.search_result import SearchResult, rank
 from tpudist.planner.roofline.step_estimate import StepEstimate
 from tpudist.planner.show.formats import format_error
@@ -212,7 +219,7 @@ class _Search:
         first_with_program: dict[str, str] = {}
         outcomes = []
         for candidate in self._all:
-            reason = "not begun" if self._num_left else "not compiled"
+            reason = "not begun" if self._num_left else NOT_COMPILED
             outcome = self._outcomes.get(
                 candidate.name, Outcome(candidate, NOT_REACHED, reason=reason)
             )

@@ -9,6 +9,8 @@ from tpudist.planner.roofline.step_estimate import StepEstimate
 
 FITS, TOO_LARGE, FAILED, NOT_REACHED = "fits", "too large", "failed", "not reached"
 """Statuses of a candidate. A status is a plain string because `to_json` writes it."""
+NOT_COMPILED = "not compiled"
+"""Reason of a candidate that was not reached because of `max_compiles`."""
 _SPARE = 1.1  # of the memory: the estimate may be this much too high for a candidate that fits
 
 

@@ -8,6 +8,7 @@ from tpudist.display.text_tables import Column, TextTable, format_source
 from tpudist.planner.layouts.search_outcomes import (
     FAILED,
     FITS,
+    NOT_COMPILED,
     NOT_REACHED,
     TOO_LARGE,
     Outcome,
@@ -49,7 +50,11 @@ def describe_search(result: SearchOutcomes) -> Report:
         sections.append(Lines(f"Failed ({len(failed)} of {num})", lines))
     if result.estimated:
         sections.append(_table_of_estimates(result.estimated))
-    if late := tuple(x for x in result.of(NOT_REACHED) if x.estimate is None):
+    others = [x for x in result.of(NOT_REACHED) if x.estimate is None]
+    if left := [x.candidate.name for x in others if x.reason == NOT_COMPILED]:
+        title = f"Without an estimate and not compiled ({len(left)} of {num})"
+        sections.append(Lines(title, ("; ".join(left),)))
+    if late := [x for x in others if x.reason != NOT_COMPILED]:
         title = f"Not reached within {format_seconds(result.time_budget_s)} ({len(late)} of {num})"
         sections.append(Lines(title, tuple(_group_by_reason(late))))
     best = f"best on {result.topology}: {result.best.candidate.name}" if result.best else ""
@@ -66,6 +71,8 @@ def _title_without_result(result: SearchOutcomes) -> str:
     if result.estimated:
         best = result.estimated[0].candidate.name
         return f"most promising on {result.topology}: {best}"
+    if all(x.reason == NOT_COMPILED for x in result.outcomes):
+        return f"nothing could be estimated for {result.topology}"
     return (
         f"nothing was compiled for {result.topology} within {format_seconds(result.time_budget_s)}"
     )
@@ -185,7 +192,7 @@ def _error_bar(outcome: Outcome, fitting: tuple[Outcome, ...]) -> tuple[float, f
     return plan.time.low_s / tokens, plan.time.step_s / tokens, plan.time.high_s / tokens
 
 
-def _group_by_reason(outcomes: tuple[Outcome, ...]) -> Iterable[str]:
+def _group_by_reason(outcomes: list[Outcome]) -> Iterable[str]:
     for reason in dict.fromkeys(x.reason for x in outcomes):
         yield f"{reason}: {'; '.join(x.candidate.name for x in outcomes if x.reason == reason)}"
 
