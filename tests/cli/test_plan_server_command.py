@@ -78,3 +78,20 @@ def test_invalid_options_of_a_server_are_usage_errors(capsys, options, message):
     code, out, err = run(capsys, *options)
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "drop none, use --expert-capacity 4, or --expert-method grouped."),
+        (["--expert-method", "grouped"], ""),
+        (["--expert-capacity", "4"], ""),
+    ],
+)
+def test_a_server_whose_experts_drop_tokens_reports_it(capsys, options, message):
+    """The server is not planned: its number of sequences is invalid."""
+    experts = ["--num-experts", "8", "--replica-axes", "data=2", "--sequences", "3"]
+    _, _, err = run(capsys, *experts, *options)
+    assert "is not a multiple of 4" in " ".join(err.split())
+    assert ("may drop tokens" in err) == bool(message)
+    assert message in " ".join(err.split())

@@ -18,10 +18,11 @@ from tpudist import planner
 from tpudist.cli import reference
 from tpudist.cli.calibration_choice import find_calibration
 from tpudist.cli.console import print_message, print_parts, print_text
-from tpudist.cli.errors import WrongUse
+from tpudist.cli.errors import WrongUse, explain_write_errors
 from tpudist.cli.server_text import describe_server
 from tpudist.models import KVCache, Transformer, decode_step, prefill, quantize
 from tpudist.models.presets import make_transformer
+from tpudist.models.transformer_config import TransformerConfig
 from tpudist.planner import server_plan
 from tpudist.planner.calibration import Calibration
 from tpudist.planner.server_plan import ServerPlan
@@ -38,6 +39,7 @@ EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 1
 # Part of the memory that the plan leaves free if it chooses the number of sequences, as vLLM does
 # (`gpu_memory_utilization`). Close to the limit, the compiler computes scores of attention twice.
 _RESERVE = 0.1
+_SUBLANES, _LANES = 8, 128  # TPUs pad the last two dims to multiples of these
 
 EPILOG = """
 examples:
@@ -89,10 +91,8 @@ def run(options: Options) -> int:
     else:
         print_parts(TerminalReport(describe_server(plan)))
     if options.json not in (None, "-"):
-        try:
+        with explain_write_errors():
             Path(str(options.json)).write_text(plan.to_json() + "\n")
-        except OSError as error:
-            raise WrongUse(f"{options.json} cannot be written: {error.strerror}.") from error
         print_message(f"Wrote {options.json}")
     return EXIT_FITS if plan.fits else EXIT_DOES_NOT_FIT
 
@@ -129,6 +129,7 @@ class _Server:
             config, param_dtype=weights, dtype=dtype, pipeline_stages=1
         )
         self.axes = _complete_axes(axes, slice_.num_devices, self.config.kv_heads)
+        _warn_of_dropped_tokens(self.config, self.axes.get("expert", 1))
         self.num_groups = math.prod(self.axes.get(axis, 1) for axis in BATCH_AXES)
         for name, value in (("sequences", options.sequences), ("prompts", options.prompts)):
             if value is not None and value % self.num_groups:
@@ -210,9 +211,6 @@ class _Server:
         )
 
 
-_SUBLANES, _LANES = 8, 128  # TPUs pad the last two dims to multiples of these
-
-
 def first_token(model: Transformer, cache: KVCache, prompts: jax.Array) -> jax.Array:
     """Reads prompts; returns the likeliest next tokens."""
     return jnp.argmax(prefill(model, cache, prompts), axis=-1)
@@ -221,6 +219,24 @@ def first_token(model: Transformer, cache: KVCache, prompts: jax.Array) -> jax.A
 def next_token(model: Transformer, cache: KVCache, tokens: jax.Array) -> jax.Array:
     """Adds a token to each sequence; returns the likeliest next tokens."""
     return jnp.argmax(decode_step(model, cache, tokens), axis=-1)
+
+
+def _warn_of_dropped_tokens(config: TransformerConfig, num_shares: int) -> None:
+    """Prints a message if full experts drop tokens of a prompt.
+
+    Args:
+        config: Configuration of the model.
+        num_shares: Number of devices that the experts are split over.
+    """
+    groups = config.num_experts if config.expert_method == "dispatch" else num_shares
+    # From this capacity on, a group of experts has a slot for each of its choices of any prompt.
+    enough = min(groups, config.num_experts / config.experts_per_token)
+    if groups > 1 and config.expert_capacity < enough:
+        print_message(
+            f"Experts with --expert-capacity {config.expert_capacity:g} may drop tokens, which "
+            f"changes answers. To drop none, use --expert-capacity {enough:g}"
+            + (", or --expert-method grouped." if config.expert_method == "dispatch" else ".")
+        )
 
 
 def _complete_axes(axes: dict[str, int], num_devices: int, kv_heads: int) -> dict[str, int]:
