@@ -1,14 +1,17 @@
 """`tpudist size`: the largest batch, the smallest slice, the cheapest run."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+import plans
 from tpudist import cli, planner
-from tpudist.planner.layouts.size_questions import Choice, Sizer, pareto_front
+from tpudist.planner.layouts.size_questions import Choice, Sizer, Sizing, pareto_front
 from tpudist.planner.roofline.step_estimate import StepEstimate
 
+RUN = ("--tokens", "1e9", "--days", "1")
 TINY = ("--remat", "none", "--compiles", "0", "--json", "-")
 
 
@@ -50,8 +53,20 @@ def test_the_smallest_slice_and_the_cheapest_run_are_found_by_estimates(capsys, 
         (["smallest-slice", "--topologies", "v9"], "'v9' is not a generation of TPUs"),
         (["smallest-slice", "--topologies", "v5e-4", "--chart", "x.png"], "--chart draws the"),
         (
-            ["smallest-slice", "--topologies", "v5e-4", "--prices", "v5p=4"],
+            ["cheapest", "--topologies", "v5e-4", "--prices", "v5p=4", *RUN],
             "--prices has no price of v5e",
+        ),
+        (["smallest-slice", "--topologies", "v5e-4", "--prices", "v5e=4"], "--prices is for"),
+        (["smallest-slice", "--topologies", "v5e-4", "--rows", "8"], "only for your own step"),
+        (["cheapest", "--topologies", "v5e-4", *RUN, "--tokens-per-row", "1"], "only for your own"),
+        (["largest-batch", "m:step", "--topologies", "v5e-4", "--rows", "8"], "--rows 8: largest"),
+        (
+            ["largest-batch", "--topologies", "v5e-4", "--batch-per-chip", "8"],
+            "--batch-per-chip 8: largest-batch chooses the batch",
+        ),
+        (
+            ["largest-batch", "m:step", "--topologies", "v5e-4", "--num-layers", "2"],
+            "passed with your own step m:step",
         ),
         (["smallest-slice", "m:step", "--topologies", "v5e-4"], "pass --rows"),
     ],
@@ -72,6 +87,24 @@ def test_a_step_that_fails_for_each_layout_is_not_said_to_need_memory(
     )
     assert code == 2
     assert "No choice could be estimated" in printed.err
+
+
+def test_choices_that_were_not_compiled_are_not_said_to_need_too_much_memory(capsys, monkeypatch):
+    estimate = StepEstimate(1.0, 1.0, 2.0, 1.0, 0.0, 0.0, 0.0)
+    large, small = (
+        Choice(planner.Candidate("v5e-4", {}, "none", 1, (), batch), 4, batch, estimate)
+        for batch in (16, 8)
+    )
+    refused = dataclasses.replace(large, plan=plans.refused())
+    for choices, message in (
+        ((large, small), "None of the compiled choices fits, but 1 other may."),
+        ((large,), "Nothing that was tried fits."),
+    ):
+        found = Sizing(None, (refused,), choices, 4, 0.1)
+        monkeypatch.setattr(Sizer, "largest_batch", lambda *_, found=found: found)
+        code, printed = size(capsys, "largest-batch", "--topologies", "v5e-4")
+        assert code == 1
+        assert message in " ".join(printed.out.split())
 
 
 def test_the_front_has_the_choices_that_no_other_beats_in_time_and_cost():

@@ -15,7 +15,7 @@ import tyro
 
 from tpudist.cli import reference, user_step
 from tpudist.cli.console import print_message, print_parts, print_text
-from tpudist.cli.errors import WrongUse
+from tpudist.cli.errors import WrongUse, explain_write_errors
 from tpudist.display.text_tables import Column, TextTable
 from tpudist.planner.layouts import size_questions
 from tpudist.planner.layouts.size_questions import Choice, Sizer, Sizing
@@ -34,7 +34,7 @@ examples:
   tpudist size cheapest --tokens 1e11 --days 30 --topologies v5e v5p --global-batch 256 \\
       --preset llama-3.1-8b --prices v5e=1.2 v5p=4.2 --chart front.png
 
-exit codes: 0 an answer was found, 1 nothing fits, 2 wrong use
+exit codes: 0 an answer was found, 1 none was found, 2 wrong use
 """
 
 
@@ -57,7 +57,7 @@ class Options:
     prices: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="[CHIP=PRICE ...]", help_behavior_hint="")
     ] = ()
-    """Your price of one chip for one hour, such as v5e=1.2 (default: count chip-hours)."""
+    """Your price of a chip for one hour, for cheapest: v5e=1.2 (default: count chip-hours)."""
     remat: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="[POLICY ...]", help_behavior_hint="")
     ] = ("none", "full")
@@ -67,9 +67,9 @@ class Options:
     compiles: Annotated[int, tyro.conf.arg(metavar="N")] = 3
     """Number of choices to compile at most; 0 only estimates."""
     rows: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Rows of the global batch, only for your own step."""
-    tokens_per_row: Annotated[int, tyro.conf.arg(metavar="N")] = 1
-    """Tokens of a row of the batch, only for your own step."""
+    """Rows of the global batch of your own step; largest-batch chooses them."""
+    tokens_per_row: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Tokens of a row of the batch of your own step (default: 1)."""
     json: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Write the choices as JSON to this file, or only JSON to standard output with -."""
     chart: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
@@ -97,12 +97,18 @@ def run(options: Options) -> int:
             f"published rates. tpudist plan --search --topology {names[0]} shows the errors."
         )
     choices = _list_choices(options, found, prices)
-    if options.json is not None:
-        _write_json(options, found, choices)
-    if options.chart is not None:
-        _draw(options, found, prices)
-    if options.json != "-":
+    text = _format_json(options, found, choices)
+    if options.json == "-":
+        print_text(text)
+    else:
         print_parts(_table(options, found, choices, prices), _describe(options, found))
+    with explain_write_errors():
+        if options.json not in (None, "-"):
+            Path(str(options.json)).write_text(text + "\n")
+            print_message(f"Wrote {options.json}")
+        if options.chart is not None:
+            _draw(options, [x for x, _ in choices if x.fits], prices)
+            print_message(f"Wrote {options.chart}")
     return EXIT_NOT_FOUND if found.answer is None else EXIT_FOUND
 
 
@@ -120,7 +126,7 @@ def _check(options: Options) -> tuple[list[str], dict[str, float]]:
                 "tokens": 1 if options.tokens is None else options.tokens,
                 "days": 1 if options.days is None else options.days,
                 "rows": 1 if options.rows is None else options.rows,
-                "tokens-per-row": options.tokens_per_row,
+                "tokens-per-row": 1 if options.tokens_per_row is None else options.tokens_per_row,
             }
         )
     except ValueError as error:
@@ -134,10 +140,35 @@ def _check(options: Options) -> tuple[list[str], dict[str, float]]:
         )
     if options.chart is not None and not is_cheapest:
         raise WrongUse("--chart draws the choices of cheapest. Omit it.")
+    if options.prices and not is_cheapest:
+        raise WrongUse("--prices is for cheapest: the other questions ignore the cost. Omit it.")
+    _check_batch(options)
     missing = {x.generation for x in parsed} - {*prices} if prices else ()
     if missing:
         raise WrongUse(f"--prices has no price of {', '.join(sorted(missing))}. Add it.")
     return names, prices
+
+
+def _check_batch(options: Options) -> None:
+    """Raises WrongUse if an option would have no effect, or your own step has no batch."""
+    if options.step is not None:
+        reference.refuse_sizes(options.model, options.step)
+        if options.rows is None and options.question != "largest-batch":
+            raise WrongUse("Your own step needs the rows of its global batch: pass --rows.")
+    elif options.rows is not None or options.tokens_per_row is not None:
+        raise WrongUse(
+            "--rows and --tokens-per-row are only for your own step. Omit them, or pass "
+            "--global-batch and --sequence-length for the reference transformer."
+        )
+    if options.question == "largest-batch":
+        model = options.model
+        for name, value in (
+            ("rows", options.rows),
+            ("global-batch", model.global_batch),
+            ("batch-per-chip", model.batch_per_chip),
+        ):
+            if value is not None:
+                raise WrongUse(f"--{name} {value}: largest-batch chooses the batch. Omit it.")
 
 
 def _parse_price(pair: str) -> tuple[str, float]:
@@ -160,10 +191,8 @@ def _make_sizer(options: Options, names: list[str]) -> tuple[Sizer, dict[str, in
         "max_compiles": options.compiles,
     }
     if options.step is not None:
-        if options.rows is None and options.question != "largest-batch":
-            raise WrongUse("Your own step needs the rows of its global batch: pass --rows.")
         make_step = user_step.load(options.step, names[0])
-        sizer = Sizer(make_step, options.tokens_per_row, **more)
+        sizer = Sizer(make_step, options.tokens_per_row or 1, **more)
         return sizer, dict.fromkeys(names, options.rows or 1)
     models = {x: reference.make_reference(options.model, slices.parse(x)) for x in names}
     first = models[names[0]]
@@ -256,6 +285,15 @@ def _describe(options: Options, found: Sizing) -> str:
     answer = found.answer
     if answer is None:
         reason = "fits" if options.tokens is None else "fits and ends in time"
+        compiled = {x.candidate for x in found.compiled}
+        untried = [x for x in found.choices if x.candidate not in compiled]
+        if options.tokens is not None and options.days is not None:
+            untried = [x for x in untried if x.days(options.tokens) <= options.days]
+        if compiled and untried:
+            return (
+                f"\nNone of the compiled choices {reason}, but {plural(len(untried), 'other')} "
+                f"may. To compile them too, pass --compiles above {options.compiles}. {effort}"
+            )
         return f"\nNothing that was tried {reason}. {effort}"
     name = answer.candidate
     texts = {
@@ -267,7 +305,7 @@ def _describe(options: Options, found: Sizing) -> str:
     return f"\n{texts[options.question]}, {by}: {name.name}.\n{effort}"
 
 
-def _write_json(options: Options, found: Sizing, choices: list[tuple[Choice, bool]]) -> None:
+def _format_json(options: Options, found: Sizing, choices: list[tuple[Choice, bool]]) -> str:
     def plain(choice: Choice | None) -> dict[str, Any] | None:
         if choice is None:
             return None
@@ -292,7 +330,7 @@ def _write_json(options: Options, found: Sizing, choices: list[tuple[Choice, boo
             }
         )
 
-    text = json.dumps(
+    return json.dumps(
         {
             "answer": plain(found.answer),
             "choices": [(plain(x) or {}) | {"is_on_front": front} for x, front in choices],
@@ -301,16 +339,9 @@ def _write_json(options: Options, found: Sizing, choices: list[tuple[Choice, boo
         },
         indent=1,
     )
-    if options.json == "-":
-        print_text(text)
-    else:
-        try:
-            Path(str(options.json)).write_text(text + "\n")
-        except OSError as error:
-            raise WrongUse(f"{options.json} cannot be written: {error.strerror}.") from error
 
 
-def _draw(options: Options, found: Sizing, prices: dict[str, float]) -> None:
+def _draw(options: Options, fitting: list[Choice], prices: dict[str, float]) -> None:
     assert options.tokens
     assert options.days
     assert options.chart
@@ -322,12 +353,5 @@ def _draw(options: Options, found: Sizing, prices: dict[str, float]) -> None:
             for x in choices
         ]
 
-    fitting = [x for x, _ in _list_choices(options, found, prices) if x.fits]
     front = size_questions.pareto_front(fitting, tokens, prices)
-    try:
-        pareto_chart.draw(
-            points(fitting), points(front), options.days, _unit(prices), options.chart
-        )
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        raise WrongUse(f"{options.chart} cannot be written: {error}") from error
-    print_message(f"Wrote {options.chart}")
+    pareto_chart.draw(points(fitting), points(front), options.days, _unit(prices), options.chart)
