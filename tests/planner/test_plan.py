@@ -571,6 +571,18 @@ def test_a_loop_of_unknown_length_without_flops_adds_no_note():
     assert _flops(fn, jnp.ones((4, 4))) == (0, ())
 
 
+def test_products_with_different_constants_are_different():
+    """The text of a large array leaves out its middle."""
+    weights = np.zeros((2, 64, 64), np.float32)
+    weights[1, 32, 32] = 1
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    try:
+        flops, _ = _flops(lambda x: x @ weights[0] + x @ weights[1], jnp.ones((8, 64)))
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", False)
+    assert flops == 2 * 2 * 8 * 64 * 64
+
+
 def test_flops_of_the_devices_inside_a_replica_are_counted_on_each():
     fn = jax.shard_map(
         lambda x, y: x @ y,

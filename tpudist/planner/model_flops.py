@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import partial_eval
 
 from tpudist.programs import jaxprs
@@ -148,13 +149,20 @@ def _key_of(eqn: Any, originals: Mapping[Any, Any]) -> Any:
     """Returns an equal key for equations with equal results; None for those with effects."""
     if eqn.effects or jaxprs.structure_of(eqn) is not None:
         return None
-    operands = tuple(repr(x) if jaxprs.is_literal(x) else originals.get(x, x) for x in eqn.invars)
-    key = eqn.primitive, operands, tuple(sorted(eqn.params.items()))
+    operands = [
+        _key_of_literal(x) if jaxprs.is_literal(x) else originals.get(x, x) for x in eqn.invars
+    ]
+    key = eqn.primitive, tuple(operands), tuple(sorted(eqn.params.items()))
     try:
         hash(key)
     except TypeError:  # a parameter without a hash
         return None
     return key
+
+
+def _key_of_literal(x: Any) -> Any:
+    # Not its text, which leaves out the dtype, and the middle of a large array.
+    return x.aval.shape, x.aval.dtype, np.asarray(jaxprs.literal_value(x), x.aval.dtype).tobytes()
 
 
 def bits_of(operand: Any) -> tuple[int, bool]:
