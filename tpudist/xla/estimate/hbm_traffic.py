@@ -122,8 +122,9 @@ def _stride(instruction: Instruction) -> int:
         return 1
     # "slice={[0:2048:2], [0:512]}" has a range for each dim, perhaps with a stride.
     strides = [int(stride or 1) for stride in _RANGE.findall(instruction.attributes)]
-    order = instruction.arrays[0].minor_to_major or tuple(reversed(range(len(strides))))
-    return math.prod(strides[dim] for dim in order[:2] if dim < len(strides))
+    array = instruction.arrays[0]
+    order = array.minor_to_major or tuple(reversed(range(len(array.dims))))
+    return math.prod(strides[dim] for dim in order[:2])
 
 
 def _is_in_hbm(array: shapes.Array) -> bool:
