@@ -74,6 +74,10 @@ def test_a_strategy_splits_the_batch():
         tpudist.MirroredStrategy().plan(model.fit, (X, Y))
     with pytest.raises(ValueError, match="in_shardings was passed with fit.*Omit in_shardings"):
         planner.plan(model.fit, X, Y, in_shardings=P("replica"))
+    with pytest.raises(ValueError, match="with fit of .*strategy has a mesh of its own. Omit mesh"):
+        planner.plan(model.fit, X, Y, mesh=strategy.mesh)
+    with pytest.raises(ValueError, match="donate_argnums=0 with fit of .*a method of Keras"):
+        planner.plan(model.fit, X, Y, donate_argnums=0)
 
 
 def test_a_distribution_of_keras_splits_the_batch():

@@ -151,6 +151,11 @@ def with_own_mesh():
             ValueError,
             r"donate_argnums=0 .*jitted already.*Omit donate_argnums",
         ),
+        (
+            lambda: planner.plan(jax.jit(jnp.sin).lower(1.0), static_argnums=(0,)),
+            ValueError,
+            r"static_argnums=\(0,\) with a lowered program.*Omit static_argnums",
+        ),
         (lambda: planner.plan(jnp.sin, X, in_shardings=P("data")), ValueError, "there is no mesh"),
         (
             lambda: planner.plan(jax.jit(jnp.sin, in_shardings=P("data")), X, mesh=data_mesh()),

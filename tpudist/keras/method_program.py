@@ -16,7 +16,8 @@ class MethodProgram:
         name: Name of the method and of the model.
         args: The state and the batch, as shapes.
         leaves: Name and role of each array among them.
-        in_shardings: Placement of `args`, in the form of `planner.plan`.
+        in_shardings: Placement of `args`, in the form of `planner.plan`; None if a strategy has
+            placed them.
         surroundings: Makes the context in which the step is traced.
         jit: Called with the placed state; returns the compiled step.
     """

@@ -123,6 +123,16 @@ def lower_method(program: MethodProgram, call: PlacedCall) -> LoweredCall:
         return LoweredCall(program.name, traced.lower(), traced.jaxpr, leaves)
 
 
+def require_no_argnums(step: str, argnums: tuple[int | Sequence[int], int | Sequence[int]]) -> None:
+    """Raises `ValueError` for `donate_argnums` and `static_argnums` of a step that has its own."""
+    for option, numbers in zip(("donate_argnums", "static_argnums"), argnums, strict=True):
+        if numbers not in ((), []):
+            raise ValueError(
+                f"planner.plan received {option}={numbers!r} with {step}, which decides that "
+                f"itself. Omit {option} here, or pass a function without jit."
+            )
+
+
 def lower_call(
     step: Callable[..., Any],
     call: PlacedCall,
@@ -138,12 +148,8 @@ def lower_call(
     """
     jitted: Any = step
     has_own_lower = hasattr(step, "lower")
-    for option, numbers in (("donate_argnums", donate_argnums), ("static_argnums", static_argnums)):
-        if has_own_lower and numbers not in ((), []):
-            raise ValueError(
-                f"planner.plan received {option}={numbers!r} with a step that is jitted already, "
-                f"which decides that itself. Omit {option} here, or pass the function without jit."
-            )
+    if has_own_lower:
+        require_no_argnums("a step that is jitted already", (donate_argnums, static_argnums))
     if inspect.ismethod(step) and isinstance(step.__func__, _JITTED):
         # A bound method has the `lower` of its function, which must receive the object.
         jitted, call = step.__func__, dataclasses.replace(call, args=(step.__self__, *call.args))

@@ -28,6 +28,7 @@ from tpudist.planner.plain_program import (
     lower_call,
     lower_method,
     lower_program,
+    require_no_argnums,
 )
 from tpudist.planner.plan_record import Plan
 from tpudist.planner.show.progress import Progress, show_progress
@@ -102,6 +103,7 @@ def plan(
         topology, dict(compiler_options or {}), tokens_per_step, model_flops, cache, in_process,
         measured,
     )  # fmt: skip
+    argnums = donate_argnums, static_argnums
     with show_progress(progress) as report:
         report("tracing", 0.0)
         started = time.monotonic()
@@ -111,6 +113,7 @@ def plan(
                     "planner.plan received a lowered program and arguments. A lowered program has "
                     "its shapes and shardings: pass it alone, or pass the function instead of it."
                 )
+            require_no_argnums("a lowered program", argnums)
             lowered = lower_program(step, Placement(topology, None))
         elif not callable(step):
             raise TypeError(
@@ -121,10 +124,11 @@ def plan(
         elif program := keras_scope.open_program(
             step, args, kwargs or {}, in_shardings, topology, None
         ):
+            require_no_argnums(f"{program.name}, a method of Keras", argnums)
             return plan_method(program, mesh, request, report)
         else:
             values = args, dict(kwargs or {}), in_shardings
-            lowered = _lower_step(step, values, topology, mesh, (donate_argnums, static_argnums))
+            lowered = _lower_step(step, values, topology, mesh, argnums)
         return _plan_call(lowered, request, report, time.monotonic() - started)
 
 
@@ -167,6 +171,11 @@ def plan_method(
     report: Progress,
 ) -> Plan:
     """Returns the plan of one step of a method, such as `fit` of a Keras model."""
+    if mesh is not None and program.in_shardings is None:
+        raise ValueError(
+            f"planner.plan received mesh={mesh!r} with {program.name}, whose strategy has a mesh "
+            "of its own. Omit mesh."
+        )
     started = time.monotonic()
     placement = Placement(request.topology, mesh)
     placed = placement.place(program.jit, program.args, {}, program.in_shardings)
