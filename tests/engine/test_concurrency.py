@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tpudist.engine import concurrency
-from tpudist.engine.concurrency import Monitor, SystemConcurrency, WaitingThreads
+from tpudist.engine.concurrency import SystemConcurrency
 
 
 def start_waiting(condition, predicate):
@@ -104,8 +104,8 @@ def test_each_notification_of_one_wakes_another_thread():
 
 def test_a_notification_between_two_lines_of_another_one_is_not_lost():
     """A finalizer may notify at any time, in the thread that wakes others."""
-    monitor = Monitor()
-    waiting, woken = WaitingThreads(monitor), []
+    condition, woken = SystemConcurrency().condition(), []
+    lock, waiting = condition._lock, condition._waiting
     for i in range(3):
         waiting.add(Turn(lambda i=i: woken.append(i)), lambda: True)
 
@@ -119,10 +119,10 @@ def test_a_notification_between_two_lines_of_another_one_is_not_lost():
     waiting._counts = Interrupted()
     interruptions = [waiting.notify_one]
     waiting.notify_one()
-    monitor.wake_notified()
+    lock.wake_notified()
     assert woken == [0, 1]
     waiting.notify_all()
-    monitor.wake_notified()
+    lock.wake_notified()
     assert woken == [0, 1, 2]
 
 

@@ -112,11 +112,11 @@ class _SystemThread:
         return not self._thread.is_alive()
 
 
-class Monitor:
-    """State of a lock that a condition shares with its branches.
+class MonitorLock(abc.ABC):
+    """A reentrant lock for `MonitorCondition`, with the clock and the waits of its threads.
 
-    A notification takes effect when its thread leaves the lock, because the thread may change more
-    before that.
+    A condition shares it with its branches. A notification takes effect when its thread leaves the
+    lock, because the thread may change more before that.
 
     Attributes:
         depth: Number of times that the owner has entered the lock.
@@ -138,6 +138,34 @@ class Monitor:
                 self.notified.pop().wake_ready()
             self.depth = 0
 
+    @abc.abstractmethod
+    def enter(self) -> None:
+        """Waits for the lock."""
+
+    @abc.abstractmethod
+    def leave(self) -> None:
+        """Leaves the lock once."""
+
+    @abc.abstractmethod
+    def leave_completely(self) -> Any:
+        """Leaves the lock as often as it was entered; returns what `return_to` needs."""
+
+    @abc.abstractmethod
+    def return_to(self, entered: Any) -> None:
+        """Enters the lock as often as it was left."""
+
+    @abc.abstractmethod
+    def make_turn(self) -> Any:
+        """Returns a `Turn` for the present thread, for one wait."""
+
+    @abc.abstractmethod
+    def wait(self, turn: Any, timeout_s: float | None) -> None:
+        """Waits for the turn."""
+
+    @abc.abstractmethod
+    def now_s(self) -> float:
+        """Returns monotonic time in seconds."""
+
 
 class Turn(Protocol):
     """The turn of a waiting thread; a `threading.Lock` is one."""
@@ -151,11 +179,11 @@ class WaitingThreads:
     """The threads that wait for a condition.
 
     Args:
-        monitor: State of the lock of the condition.
+        lock: Lock of the condition.
     """
 
-    def __init__(self, monitor: Monitor):
-        self._monitor = monitor
+    def __init__(self, lock: MonitorLock):
+        self._lock = lock
         # In the order in which they began to wait. A thread that was woken is removed at once, so
         # that `notify_one` does not choose it again before it runs.
         self._predicates: dict[Turn, Callable[[], bool]] = {}
@@ -180,9 +208,9 @@ class WaitingThreads:
         self._notify(1)
 
     def _notify(self, count: float) -> None:
-        # The order matters: the monitor must know of this group after the last notification.
+        # The order matters: the lock must know of this group after the last notification.
         self._counts.append(count)
-        self._monitor.notified.append(self)
+        self._lock.notified.append(self)
 
     def wake_ready(self) -> None:
         """Wakes the notified threads whose predicates hold."""
@@ -216,7 +244,7 @@ class MonitorCondition(Condition):
         lock: Lock that the branches of the condition share.
     """
 
-    def __init__(self, lock: "MonitorLock"):
+    def __init__(self, lock: MonitorLock):
         self._lock, self._waiting = lock, WaitingThreads(lock)
 
     def __enter__(self) -> Condition:
@@ -262,38 +290,6 @@ class MonitorCondition(Condition):
     def branch(self) -> Condition:
         """See `Condition`."""
         return MonitorCondition(self._lock)
-
-
-class MonitorLock(Monitor, abc.ABC):
-    """A reentrant lock for `MonitorCondition`, with the clock and the waits of its threads."""
-
-    @abc.abstractmethod
-    def enter(self) -> None:
-        """Waits for the lock."""
-
-    @abc.abstractmethod
-    def leave(self) -> None:
-        """Leaves the lock once."""
-
-    @abc.abstractmethod
-    def leave_completely(self) -> Any:
-        """Leaves the lock as often as it was entered; returns what `return_to` needs."""
-
-    @abc.abstractmethod
-    def return_to(self, entered: Any) -> None:
-        """Enters the lock as often as it was left."""
-
-    @abc.abstractmethod
-    def make_turn(self) -> Any:
-        """Returns a `Turn` for the present thread, for one wait."""
-
-    @abc.abstractmethod
-    def wait(self, turn: Any, timeout_s: float | None) -> None:
-        """Waits for the turn."""
-
-    @abc.abstractmethod
-    def now_s(self) -> float:
-        """Returns monotonic time in seconds."""
 
 
 class _SystemLock(MonitorLock):

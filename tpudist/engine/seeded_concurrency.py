@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
-from tpudist.engine.concurrency import Condition, Monitor, Thread, WaitingThreads
+from tpudist.engine.concurrency import Condition, MonitorCondition, MonitorLock, Thread
 
 MIN_WAIT_S = 1e-6
 """Minimum seconds that pass in a wait, so that rounding cannot stop time before its end."""
@@ -72,7 +72,7 @@ class SeededConcurrency:
 
     def condition(self) -> Condition:
         """Returns a new condition."""
-        return _SeededCondition(self)
+        return MonitorCondition(_SeededLock(self))
 
     def now_s(self) -> float:
         """Returns the seconds that have passed while all threads waited."""
@@ -191,18 +191,6 @@ class _SeededThread:
         )
 
 
-class _SeededLock(Monitor):
-    def __init__(self):
-        super().__init__()
-        self.owner: _Participant | None = None
-
-    def leave_completely(self) -> int:
-        depth, self.depth = self.depth, 0
-        self.wake_notified()
-        self.owner = None
-        return depth
-
-
 class _SeededTurn:
     is_woken = False
 
@@ -210,67 +198,49 @@ class _SeededTurn:
         self.is_woken = True
 
 
-class _SeededCondition(Condition):
-    def __init__(self, concurrency: SeededConcurrency, lock: _SeededLock | None = None):
+class _SeededLock(MonitorLock):
+    def __init__(self, concurrency: SeededConcurrency):
+        super().__init__()
         self._concurrency = concurrency
-        self._lock = _SeededLock() if lock is None else lock
-        self._waiting = WaitingThreads(self._lock)
+        self._owner: _Participant | None = None
 
-    def __enter__(self) -> Condition:
-        me = self._concurrency._me()
-        if self._lock.owner is not me:
-            self._enter(me, self._is_free, None, "waits to enter a condition")
-        self._lock.depth += 1
-        return self
+    def enter(self) -> None:
+        if self._owner is not self._concurrency._me():
+            self._wait(self._is_free, None, "waits to enter a condition")
+            self.return_to(0)
+        self.depth += 1
 
-    def __exit__(self, *_: object) -> None:
-        lock = self._lock
-        if lock.owner is not self._concurrency._me():  # a deadlock ended its wait without the lock
+    def leave(self) -> None:
+        if self._owner is not self._concurrency._me():  # a deadlock ended its wait without the lock
             return
-        if lock.depth == 1:
-            lock.leave_completely()
+        if self.depth == 1:
+            self.leave_completely()
         else:
-            lock.depth -= 1
+            self.depth -= 1
 
-    def wait_for(self, predicate: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        me, now_s = self._concurrency._me(), self._concurrency.now_s
-        until_s = self._concurrency._until_s(timeout_s)
-        while not predicate():
-            left_s = None if until_s is None else until_s - now_s()
-            if left_s is not None and left_s <= 0:
-                return False
-            turn = _SeededTurn()
-            self._waiting.add(turn, predicate)
-            depth = self._lock.leave_completely()
+    def leave_completely(self) -> int:
+        depth, self.depth = self.depth, 0
+        self.wake_notified()
+        self._owner = None
+        return depth
 
-            def may_continue(turn: _SeededTurn = turn) -> bool:
-                return turn.is_woken and self._is_free()
+    def return_to(self, entered: int) -> None:
+        while not self._is_free():  # another thread may own it, such as after a timeout
+            self._wait(self._is_free, None, "waits to enter a condition")
+        self._owner, self.depth = self._concurrency._me(), entered
 
-            self._enter(me, may_continue, left_s, "waits for a change")
-            self._waiting.remove(turn)
-            self._lock.depth = depth
-        return True
+    def make_turn(self) -> _SeededTurn:
+        return _SeededTurn()
 
-    def notify_all(self) -> None:
-        self._waiting.notify_all()
+    def wait(self, turn: _SeededTurn, timeout_s: float | None) -> None:
+        # Until the lock is free, too: the thread is chosen only once, for both.
+        self._wait(lambda: turn.is_woken and self._is_free(), timeout_s, "waits for a change")
 
-    def notify_one(self) -> None:
-        self._waiting.notify_one()
+    def now_s(self) -> float:
+        return self._concurrency.now_s()
 
-    def branch(self) -> Condition:
-        return _SeededCondition(self._concurrency, self._lock)
+    def _wait(self, can_go_on: Callable[[], bool], limit_s: float | None, why: str) -> None:
+        self._concurrency._wait(self._concurrency._me(), can_go_on, limit_s, why)
 
     def _is_free(self) -> bool:
-        return self._lock.owner is None
-
-    def _enter(
-        self,
-        me: _Participant,
-        can_go_on: Callable[[], bool],
-        limit_s: float | None,
-        why: str,
-    ) -> None:
-        self._concurrency._wait(me, can_go_on, limit_s, why)
-        while not self._is_free():  # after its timeout, another thread may own it
-            self._concurrency._wait(me, self._is_free, None, why)
-        self._lock.owner = me
+        return self._owner is None
