@@ -46,7 +46,7 @@ FOLDERS = {
     "processes": ("judge",),
     "port": ("analysis", "operations"),
     "xla": ("hlo", "hardware", "compiler", "estimate"),
-    "programs": ("degrees", "rows"),
+    "programs": ("degrees", "jax_errors", "rows"),
     "lowering": ("workarounds",),
     "engine": ("ray",),
     "supervisor": ("doctor",),

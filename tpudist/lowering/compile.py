@@ -28,15 +28,14 @@ from tpudist.lowering.workarounds import (
     lookup_layouts,
 )
 from tpudist.programs import (
-    axis_errors,
     axis_names,
     jaxprs,
     library_operations,
     out_shardings,
     replica_equality,
     result_shapes,
-    value_errors,
 )
+from tpudist.programs.jax_errors import axis_errors, value_errors
 from tpudist.xla import collectives, internals
 from tpudist.xla.compiler import phases
 from tpudist.xla.compiler.phases import Phase

@@ -23,7 +23,7 @@ from jax.sharding import (
 )
 
 from tpudist.array_types import PyTree, Shape
-from tpudist.programs import value_errors
+from tpudist.programs.jax_errors import value_errors
 from tpudist.run.arguments import call_description
 from tpudist.xla import topology as topologies
 from tpudist.xla.array_attributes import is_weakly_typed, shape_of, sharding_of

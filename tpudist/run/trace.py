@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from tpudist.lowering import compile
-from tpudist.programs import axis_errors, replica_agreement, replica_equality, value_errors
+from tpudist.programs import replica_agreement, replica_equality
+from tpudist.programs.jax_errors import axis_errors, value_errors
 from tpudist.programs.rows import row_kernels
 from tpudist.run import larger_trace, program_checks, trace_warnings
 from tpudist.run.arguments import argument_checks, pmap_arrays

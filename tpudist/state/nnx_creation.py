@@ -16,7 +16,8 @@ from tpudist.array_types import PyTree
 from tpudist.display.progress_line import ProgressLine
 from tpudist.lowering import abstract_placement, compile, creation_parts
 from tpudist.processes import process_agreement
-from tpudist.programs import axis_errors, axis_names, jaxprs, program_digest
+from tpudist.programs import axis_names, jaxprs, program_digest
+from tpudist.programs.jax_errors import axis_errors
 from tpudist.state import missing_arrays, nnx_contents
 from tpudist.xla import descriptions, integers, tree_depth
 from tpudist.xla.mesh import ReplicaMesh
