@@ -4,7 +4,7 @@
 # once a week or so; CI takes what is released. Arguments go to pytest:
 #
 #     scripts/newest.sh                      # the quick tests
-#     scripts/newest.sh tests/programs/test_jaxprs.py tests/policy/test_jax_versions.py
+#     scripts/newest.sh tests/programs/test_equation_layouts.py tests/policy/test_jax_versions.py
 #
 # PYTHON names the interpreter (the newest that tpudist supports, by default python3.13).
 set -euo pipefail

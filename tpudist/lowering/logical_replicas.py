@@ -21,7 +21,7 @@ from tpudist.lowering.varying_values import (
     has_equal_results,
     programs_of,
 )
-from tpudist.programs import jaxprs
+from tpudist.programs import equation_layouts, jaxprs
 from tpudist.programs.flat_program import (
     AXES,
     FlatProgram,
@@ -140,7 +140,7 @@ class _Evaluation:
         """Returns the results of control flow that communicates, or of one collective."""
         eqn, inputs = step.eqn, [env[i] for i in step.inputs]
         varying, results_vary = [flags[i] for i in step.inputs], [flags[i] for i in step.outputs]
-        structure = jaxprs.structure_of(eqn)
+        structure = equation_layouts.structure_of(eqn)
         if isinstance(structure, Scan):
             return self._scan(eqn, structure, inputs, varying, results_vary)
         if isinstance(structure, While):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jax.extend import core
 
-from tpudist.programs import flat_program, jaxprs
+from tpudist.programs import equation_layouts, flat_program, jaxprs
 from tpudist.programs.flat_program import FlatProgram, Operation, is_collective, make_error
 from tpudist.programs.jaxpr_structure import Cond, Scan, While
 
@@ -51,7 +51,7 @@ class VaryingValues:
         if not step.communicates:
             # A callback may return something else at each call, even for equal inputs.
             return [any(inputs) or bool(step.eqn.effects)] * count
-        structure = jaxprs.structure_of(step.eqn)
+        structure = equation_layouts.structure_of(step.eqn)
         if isinstance(structure, Scan):
             (body,) = programs_of(step.eqn, "jaxpr")
             first, last = structure.num_consts, structure.num_consts + structure.num_carry

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
-from tpudist.programs import jaxprs
+from tpudist.programs import equation_layouts, jaxprs
+from tpudist.programs.jaxpr_structure import Call, Cond, Kernel, Scan, Unknown, While
 from tpudist.xla.estimate.flops import valid_positions
 from tpudist.xla.hardware import chips
 
@@ -102,32 +103,32 @@ class _Counter:
             # A product of complex numbers has four of real ones.
             is_complex = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating)
             return _Flops({kind: (4 if is_complex else 1) * PRODUCTS[eqn.primitive.name](eqn)})
-        structure = jaxprs.structure_of(eqn)
+        structure = equation_layouts.structure_of(eqn)
         if structure is None:
             return _Flops()
-        if isinstance(structure, jaxprs.Kernel):
+        if isinstance(structure, Kernel):
             return self._count_kernel(structure, name_stack)
-        if isinstance(structure, jaxprs.Scan):
+        if isinstance(structure, Scan):
             return self.count(structure.body, name_stack).times(structure.length)
-        if isinstance(structure, jaxprs.While):
+        if isinstance(structure, While):
             body = self.count(structure.body, name_stack)
             if body.total():
                 self.notes.append(
                     "Model FLOPs count a while loop, whose length is not known, as one iteration."
                 )
             return body
-        if isinstance(structure, jaxprs.Cond):
+        if isinstance(structure, Cond):
             # One branch runs, and which is not known here, so the one with the most work counts.
             branches = [self.count(branch, name_stack) for branch in structure.bodies]
             return max(branches, key=_Flops.total)
-        if isinstance(structure, jaxprs.Call):
+        if isinstance(structure, Call):
             # `copies` counts the devices of a `shard_map`, whose body has the shapes of one device.
             return self.count(structure.body, name_stack).times(structure.copies)
-        if isinstance(structure, jaxprs.Unknown):
+        if isinstance(structure, Unknown):
             self.notes.append(f"Model FLOPs count the contents of {structure.reason} once.")
         return _Flops.sum(self.count(body, name_stack) for body in structure.bodies)
 
-    def _count_kernel(self, kernel: jaxprs.Kernel, name_stack: str) -> _Flops:
+    def _count_kernel(self, kernel: Kernel, name_stack: str) -> _Flops:
         # Names of JAX's transformations in the name stack: "jvp(" is the forward pass of a
         # derivative, and "transpose(" the backward pass.
         if "transpose(" in name_stack:
@@ -147,7 +148,7 @@ class _Counter:
 
 def _key_of(eqn: Any, originals: Mapping[Any, Any]) -> Any:
     """Returns an equal key for equations with equal results; None for those with effects."""
-    if eqn.effects or jaxprs.structure_of(eqn) is not None:
+    if eqn.effects or equation_layouts.structure_of(eqn) is not None:
         return None
     operands = [
         _key_of_literal(x) if jaxprs.is_literal(x) else originals.get(x, x) for x in eqn.invars

@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from tpudist.programs import jaxprs
+from tpudist.programs import equation_layouts, jaxprs
 from tpudist.programs.jaxpr_structure import Call
 from tpudist.programs.jaxprs import Atom, Program
 from tpudist.programs.references import Access, access_of, is_reference
@@ -127,7 +127,7 @@ class _Flattening:
             return self._reference(eqn, operands)
         communicates = _communicates(eqn)
         if communicates or self.inline_calls:
-            structure = jaxprs.structure_of(eqn)
+            structure = equation_layouts.structure_of(eqn)
             if isinstance(structure, Call) and structure.copies == 1:
                 return self._inline(eqn, structure, operands)
         outputs = tuple(self.flat.new_number() for _ in eqn.outvars)
@@ -150,7 +150,7 @@ class _Flattening:
             self.contents[cell] = operands[0]
             return [cell]
         if access is None:
-            structure = jaxprs.structure_of(eqn)
+            structure = equation_layouts.structure_of(eqn)
             if isinstance(structure, Call) and structure.copies == 1:
                 return self._inline(eqn, structure, operands)
             raise make_error(eqn, f"a Variable or reference is changed inside of {eqn.primitive}.")
@@ -172,7 +172,7 @@ class _Flattening:
 def _communicates(eqn: core.JaxprEqn) -> bool:
     if is_collective(eqn):
         return True
-    structure = jaxprs.structure_of(eqn)
+    structure = equation_layouts.structure_of(eqn)
     return structure is not None and any(map(_holds_collective, structure.bodies))
 
 

@@ -6,18 +6,19 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from tpudist.programs import flat_program, jaxprs, operations
+from tpudist.programs import equation_layouts, flat_program, jaxprs, operations
 from tpudist.programs.flat_program import FlatProgram, Operation
+from tpudist.programs.jaxpr_structure import Cond, Scan
 
 Compute = Callable[[Operation, Sequence[Any]], list[Any]]
 
 
 def find_programs(eqn: core.JaxprEqn) -> list[FlatProgram]:
     """Returns the programs of a scan or branch; nothing for another operation."""
-    structure = jaxprs.structure_of(eqn)
-    if not isinstance(structure, jaxprs.Scan | jaxprs.Cond):
+    structure = equation_layouts.structure_of(eqn)
+    if not isinstance(structure, Scan | Cond):
         return []
-    bodies = [structure.body] if isinstance(structure, jaxprs.Scan) else structure.bodies
+    bodies = [structure.body] if isinstance(structure, Scan) else structure.bodies
     programs = jaxprs.programs_of(eqn.params.values())
     closed = {id(jaxprs.open_jaxpr(x)): x for x in programs}
     return [flat_program.flatten(closed[id(x)], inline_calls=True) for x in bodies]
@@ -45,10 +46,10 @@ def evaluate_inside(
         compute: Called with each operation and its inputs; returns its results.
     """
     functions = [make_function(x, compute) for x in programs]
-    structure = jaxprs.structure_of(eqn)
-    if isinstance(structure, jaxprs.Cond):
+    structure = equation_layouts.structure_of(eqn)
+    if isinstance(structure, Cond):
         return list(jax.lax.switch(values[0], functions, *values[1:]))
-    assert isinstance(structure, jaxprs.Scan), "`find_programs` returns no others"
+    assert isinstance(structure, Scan), "`find_programs` returns no others"
     first = structure.num_consts
     last = first + structure.num_carry
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from tpudist.programs import jaxprs
+from tpudist.programs import equation_layouts, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Scan, While
 from tpudist.programs.jaxprs import Atom, Program
 from tpudist.programs.references import is_reference
@@ -108,7 +108,7 @@ class _Rewriter(abc.ABC):
         """
 
     def _rewrite_inside(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
-        if not isinstance(jaxprs.structure_of(eqn), Call | Cond | Scan | While):
+        if not isinstance(equation_layouts.structure_of(eqn), Call | Cond | Scan | While):
             return eqn
         params = {name: self._parameter(value) for name, value in eqn.params.items()}
         changed = any(params[name] is not value for name, value in eqn.params.items())
@@ -154,7 +154,7 @@ class _BranchEnds(_Rewriter):
 
     def _equations(self, eqn: core.JaxprEqn, inputs: Sequence[core.Var]) -> Sequence[core.JaxprEqn]:
         new = self._rewrite_inside(eqn)
-        if not isinstance(jaxprs.structure_of(new), Cond) or not self.selects(new):
+        if not isinstance(equation_layouts.structure_of(new), Cond) or not self.selects(new):
             return [new]
         branches = tuple(self._finish(x, new) for x in new.params["branches"])
         return [new.replace(params=new.params | {"branches": branches})]

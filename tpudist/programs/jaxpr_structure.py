@@ -1,6 +1,6 @@
 """Records of the equations of a jaxpr that contain programs: loops, branches, calls and kernels.
 
-`jaxprs.structure_of` creates them. Each has `bodies`, all programs inside the equation.
+`equation_layouts.structure_of` creates them. Each has `bodies`, all programs inside the equation.
 """
 
 import dataclasses

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from tpudist.programs import flat_program, inner_programs, jaxprs, operations
+from tpudist.programs import equation_layouts, flat_program, inner_programs, jaxprs, operations
 from tpudist.programs.flat_program import FlatProgram, Operation, is_collective
 from tpudist.programs.jaxprs import Program
 
@@ -112,7 +112,7 @@ def _is_random(eqn: core.JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name.startswith("random_") or name in _RANDOM:
         return True
-    structure = jaxprs.structure_of(eqn)
+    structure = equation_layouts.structure_of(eqn)
     return structure is not None and any(
         _is_random(inner) for body in structure.bodies for inner in body.eqns
     )

@@ -17,8 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 from jax.extend import core
 
-from tpudist.programs import jaxprs, references
+from tpudist.programs import equation_layouts, jaxprs, references
 from tpudist.programs.flat_program import names_replicas
+from tpudist.programs.jaxpr_structure import Call, Cond, Scan, Structure, Unknown, While
 from tpudist.programs.references import NOT_FOLLOWED, Access, Cell, is_reference
 from tpudist.programs.replica_agreement import (
     Agreement,
@@ -150,22 +151,22 @@ class _Walk:
             self.path.pop()
 
     def _equation(self, eqn: core.JaxprEqn, args: list[Known]) -> Sequence[Known]:
-        structure = jaxprs.structure_of(eqn)
+        structure = equation_layouts.structure_of(eqn)
         if any(map(is_reference, (*eqn.invars, *eqn.outvars))):
             access = references.access_of(eqn)
             if access is not None and (access is Access.MAKE or isinstance(args[0], Cell)):
                 return self._access(eqn, access, args)
             if not _passes_references(eqn, structure, args):
                 return self._lose_references(eqn, structure, args)
-            if isinstance(structure, jaxprs.Call) and not _runs_as_written(eqn):
+            if isinstance(structure, Call) and not _runs_as_written(eqn):
                 self._record_lost(eqn, eqn.primitive.name, (x for x in args if isinstance(x, Cell)))
-        if isinstance(structure, jaxprs.Scan):
+        if isinstance(structure, Scan):
             return self._scan(structure, args)
-        if isinstance(structure, jaxprs.While):
+        if isinstance(structure, While):
             return self._while(eqn, structure, args)
-        if isinstance(structure, jaxprs.Cond):
+        if isinstance(structure, Cond):
             return self._cond(eqn, structure, args)
-        if isinstance(structure, jaxprs.Call):
+        if isinstance(structure, Call):
             known = self._call(structure.body, args)
             claim, _, number = structure.name.rpartition(".")
             if claim == CLAIMING_FUNCTION and _first_cause(args):
@@ -173,7 +174,7 @@ class _Walk:
             equal = structure.name == EQUALIZING_FUNCTION
             return [None] * len(known) if equal else known
         causes = [_cause_of(x) for x in args]
-        if isinstance(structure, jaxprs.Unknown):
+        if isinstance(structure, Unknown):
             cause = self._unknown(eqn, structure, causes)
         elif structure is not None:
             cause = _first_cause(causes) or self._inside(eqn, structure.bodies)
@@ -196,7 +197,7 @@ class _Walk:
         return [cause] * len(eqn.outvars)
 
     def _lose_references(
-        self, eqn: core.JaxprEqn, structure: jaxprs.Structure | None, args: list[Known]
+        self, eqn: core.JaxprEqn, structure: Structure | None, args: list[Known]
     ) -> list[Known]:
         """Follows an equation with an unknown effect on references; returns its results."""
         cells = [x for x in args if isinstance(x, Cell)]
@@ -223,7 +224,7 @@ class _Walk:
             merged = [old or new for old, new in zip(known, args, strict=True)]
             self.sums[id(eqn)] = eqn, merged
         if makes_equal(eqn):
-            return jaxprs.reason_if_unknown(eqn, _EQUALIZING[name])
+            return equation_layouts.reason_if_unknown(eqn, _EQUALIZING[name])
         if name in _UNEQUAL_BY_NATURE and (over_replicas or name != "axis_index"):
             return _UNEQUAL_BY_NATURE[name]
         if over_replicas and name not in _SILENT:
@@ -235,7 +236,7 @@ class _Walk:
         unequal = any(_differs_by_itself(inner) for body in bodies for inner in jaxprs.walk(body))
         return f"an operation inside {eqn.primitive.name}" if unequal else None
 
-    def _unknown(self, eqn: core.JaxprEqn, structure: jaxprs.Unknown, args: list[Cause]) -> Cause:
+    def _unknown(self, eqn: core.JaxprEqn, structure: Unknown, args: list[Cause]) -> Cause:
         # It may branch or loop on the operand that differs.
         if any(cause is not None for cause in args):
             self._hazard(eqn, structure.bodies, _first_cause(args) or "")
@@ -245,7 +246,7 @@ class _Walk:
         # Constants inside are concrete, and so equal: a program with traced constants is `Unknown`.
         return self.jaxpr(body, [None] * len(body.constvars), args)
 
-    def _scan(self, scan: jaxprs.Scan, args: list[Known]) -> list[Known]:
+    def _scan(self, scan: Scan, args: list[Known]) -> list[Known]:
         consts = args[: scan.num_consts]
         carry = args[scan.num_consts : scan.num_consts + scan.num_carry]
         xs = args[scan.num_consts + scan.num_carry :]
@@ -256,7 +257,7 @@ class _Walk:
         carry, out = self._fixpoint(body, carry)
         return [*carry, *out[scan.num_carry :]]
 
-    def _while(self, eqn: core.JaxprEqn, loop: jaxprs.While, args: list[Known]) -> list[Known]:
+    def _while(self, eqn: core.JaxprEqn, loop: While, args: list[Known]) -> list[Known]:
         num_consts = loop.num_cond_consts + loop.num_body_consts
         cond_consts = args[: loop.num_cond_consts]
         body_consts = args[loop.num_cond_consts : num_consts]
@@ -282,7 +283,7 @@ class _Walk:
         self._record_lost(eqn, "the condition of a while loop whose body assigns it", stale)
         return carry
 
-    def _cond(self, eqn: core.JaxprEqn, cond: jaxprs.Cond, args: list[Known]) -> list[Known]:
+    def _cond(self, eqn: core.JaxprEqn, cond: Cond, args: list[Known]) -> list[Known]:
         choice, operands = _cause_of(args[0]), args[1:]
         if choice is not None:
             self._hazard(eqn, cond.bodies, choice)
@@ -315,7 +316,7 @@ class _Walk:
 
 
 def _passes_references(
-    eqn: core.JaxprEqn, structure: jaxprs.Structure | None, args: Sequence[Known]
+    eqn: core.JaxprEqn, structure: Structure | None, args: Sequence[Known]
 ) -> bool:
     """Returns whether an equation only passes its references to its programs."""
     places = [i for i, x in enumerate(eqn.invars) if is_reference(x)]
@@ -323,11 +324,11 @@ def _passes_references(
         return False
     if not all(isinstance(args[i], Cell) for i in places):
         return False
-    if isinstance(structure, jaxprs.Scan):
+    if isinstance(structure, Scan):
         return max(places) < structure.num_consts
-    if isinstance(structure, jaxprs.While):
+    if isinstance(structure, While):
         return max(places) < structure.num_cond_consts + structure.num_body_consts
-    return isinstance(structure, jaxprs.Cond | jaxprs.Call)
+    return isinstance(structure, Cond | Call)
 
 
 def _runs_as_written(eqn: core.JaxprEqn) -> bool:
@@ -358,8 +359,8 @@ def _is_over_replicas(eqn: core.JaxprEqn) -> bool:
 
 def _communicates(eqn: core.JaxprEqn) -> bool:
     """Returns whether replicas wait for each other at an equation, or may do so."""
-    structure = jaxprs.structure_of(eqn)
-    if isinstance(structure, jaxprs.Unknown):
+    structure = equation_layouts.structure_of(eqn)
+    if isinstance(structure, Unknown):
         return not structure.bodies  # a hidden program may communicate; others are walked
     return structure is None and eqn.primitive.name not in _SILENT and _is_over_replicas(eqn)
 
@@ -369,8 +370,8 @@ def _differs_by_itself(eqn: core.JaxprEqn) -> bool:
     name = eqn.primitive.name
     if name in _UNEQUAL_BY_NATURE and name != "axis_index":
         return True
-    structure = jaxprs.structure_of(eqn)
-    if isinstance(structure, jaxprs.Unknown):
+    structure = equation_layouts.structure_of(eqn)
+    if isinstance(structure, Unknown):
         return True
     return structure is None and _is_over_replicas(eqn)
 

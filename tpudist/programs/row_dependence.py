@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jax.extend import core
 
-from tpudist.programs import jaxprs
+from tpudist.programs import equation_layouts, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Scan, While
 from tpudist.programs.jaxprs import Atom, Program
 
@@ -37,7 +37,7 @@ def _follow(jaxpr: core.Jaxpr, inputs: Sequence[bool], dependent: set[core.Var])
 def _follow_equation(
     eqn: core.JaxprEqn, operands: list[bool], dependent: set[core.Var]
 ) -> list[bool]:
-    match jaxprs.structure_of(eqn):
+    match equation_layouts.structure_of(eqn):
         case Call(body=body):
             return _follow(body, operands, dependent)
         case Cond(bodies=bodies):

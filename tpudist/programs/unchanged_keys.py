@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from jax.extend import core
 
-from tpudist.programs import jaxprs
+from tpudist.programs import equation_layouts, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Scan
 from tpudist.programs.jaxprs import Atom
 from tpudist.xla.mesh import REPLICA_AXIS
@@ -79,7 +79,7 @@ def _operand_behind(eqn: core.JaxprEqn, index: int) -> Atom | None:
     """Returns the operand that a result equals, except for its shape; None if there is none."""
     if eqn.primitive.name == "reshape":
         return eqn.invars[0]
-    structure = jaxprs.structure_of(eqn)
+    structure = equation_layouts.structure_of(eqn)
     if isinstance(structure, Call) and structure.copies == 1:
         place = _place_behind(structure.body, index)
         return None if place is None else eqn.invars[place]

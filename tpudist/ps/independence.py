@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from tpudist.array_types import PyTree, Shape
-from tpudist.programs import elementwise, jaxprs
+from tpudist.programs import elementwise, equation_layouts, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond
 
 _ELEMENTWISE = (
@@ -160,7 +160,7 @@ def _read(jaxpr: Any, inputs: Sequence[_Reach]) -> list[_Reach]:
 
     for eqn in jaxpr.eqns:
         operands = [reach(x) for x in eqn.invars]
-        structure = jaxprs.structure_of(eqn)
+        structure = equation_layouts.structure_of(eqn)
         # Calls (such as jit) are followed into their bodies. Conditionals are followed only if
         # their condition depends on no variable: otherwise every result would depend on it.
         if isinstance(structure, Call) and structure.copies == 1:

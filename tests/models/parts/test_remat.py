@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import tpudist
 from tpudist.models import Transformer, TransformerConfig, next_token_nats
 from tpudist.models.parts import remat
-from tpudist.programs import jaxprs
+from tpudist.programs import equation_layouts
 from tpudist.training.steps import make_train_step
 from tpudist.xla import topology
 
@@ -87,7 +87,7 @@ def test_a_gathered_tensor_of_attention_is_saved_once(attention):
     tokens = jnp.zeros((1, 129), jnp.int32)
     grad = jax.grad(lambda state: next_token_nats(nnx.merge(graph, state), tokens).sum())
     layers = next(x for x in jax.make_jaxpr(grad)(state).eqns if x.primitive.name == "scan")
-    kept = [x.aval.shape for x in layers.outvars[jaxprs.structure_of(layers).num_carry :]]
+    kept = [x.aval.shape for x in layers.outvars[equation_layouts.structure_of(layers).num_carry :]]
     size = config.num_layers * 128 * config.num_heads * config.head_dim
     assert len([shape for shape in kept if math.prod(shape) == size]) == 1, kept
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tpudist.array_types import Shape
 from tpudist.planner.roofline.sharded_value import Axes
-from tpudist.programs import flat_program, jaxprs
+from tpudist.programs import equation_layouts, flat_program, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Kernel, Scan, Structure, While
 
 
@@ -124,7 +124,7 @@ def read(program: jaxprs.Program) -> Block:
         dead.difference_update(last_uses)
         for number in step.inputs:
             uses[number] += 1
-        structure = jaxprs.structure_of(step.eqn)
+        structure = equation_layouts.structure_of(step.eqn)
         operations.append(
             Operation(
                 step.eqn.primitive.name,

@@ -20,7 +20,7 @@ from typing import Any
 
 from jax.extend import core
 
-from tpudist.programs import jaxprs, replica_equality
+from tpudist.programs import equation_layouts, jaxprs, replica_equality
 from tpudist.programs.degrees import degree, degree_operations as operations
 from tpudist.programs.degrees.degree import (
     NONE,
@@ -32,6 +32,7 @@ from tpudist.programs.degrees.degree import (
 )
 from tpudist.programs.degrees.degree_faults import Fault
 from tpudist.programs.flat_program import is_collective
+from tpudist.programs.jaxpr_structure import Call, Cond, Scan
 from tpudist.programs.jaxprs import Atom, Program
 from tpudist.programs.user_lines import first_users_line_of
 
@@ -124,17 +125,17 @@ class _DegreeAnalysis:
     ) -> Sequence[Value]:
         if eqn.primitive.name.startswith("scatter"):
             return [self._scatter(eqn, twin, operands)]
-        match jaxprs.structure_of(eqn), jaxprs.structure_of(twin):
+        match equation_layouts.structure_of(eqn), equation_layouts.structure_of(twin):
             case None, _:
                 return self._operation(eqn, twin, operands)
-            case jaxprs.Call(body=body, copies=1), jaxprs.Call(body=twin_body):
+            case Call(body=body, copies=1), Call(body=twin_body):
                 first, second = jaxprs.callee_of(eqn, body), jaxprs.callee_of(twin, twin_body)
                 self._calls.append(eqn)
                 try:
                     return self.program(first, second, operands)
                 finally:
                     self._calls.pop()
-            case jaxprs.Cond(bodies=bodies), jaxprs.Cond(bodies=twin_bodies):
+            case Cond(bodies=bodies), Cond(bodies=twin_bodies):
                 branches = [
                     self.program(x, y, operands[1:])
                     for x, y in zip(bodies, twin_bodies, strict=True)
@@ -143,7 +144,7 @@ class _DegreeAnalysis:
                 if operands[0].is_equal:
                     return results
                 return [x._replace(is_equal=False) for x in results]
-            case jaxprs.Scan() as scan, jaxprs.Scan() as twin_scan:
+            case Scan() as scan, Scan() as twin_scan:
                 return self._scan(scan, twin_scan, operands)
         return [_forget_degree(operands)] * len(eqn.outvars)
 
@@ -281,7 +282,7 @@ class _DegreeAnalysis:
         share = updates._replace(degree=updates.degree + added - places)
         return self._join(eqn, operand, share)
 
-    def _scan(self, scan: jaxprs.Scan, twin: jaxprs.Scan, operands: list[Value]) -> list[Value]:
+    def _scan(self, scan: Scan, twin: Scan, operands: list[Value]) -> list[Value]:
         first, last = scan.num_consts, scan.num_consts + scan.num_carry
         carry = operands[first:last]
         if scan.length != twin.length:

@@ -18,7 +18,8 @@ from jax.extend import core
 from jax.interpreters import ad
 
 from tpudist.array_types import Shape
-from tpudist.programs import jaxprs
+from tpudist.programs import equation_layouts, jaxprs
+from tpudist.programs.jaxpr_structure import Call
 from tpudist.programs.jaxprs import Program
 from tpudist.programs.rows.compared_params import JAX_FOLDER, is_compared
 from tpudist.programs.rows.labels import (
@@ -140,7 +141,7 @@ Trace: TypeAlias = Predicted | Traced
 
 def is_call(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation runs one program, once, on its operands."""
-    return isinstance(jaxprs.structure_of(eqn), jaxprs.Call)
+    return isinstance(equation_layouts.structure_of(eqn), Call)
 
 
 def _describe_params(step: Step) -> tuple:

@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tpudist.programs import flat_program, jaxprs, replica_equality, row_dependence
+from tpudist.programs import (
+    equation_layouts,
+    flat_program,
+    jaxprs,
+    replica_equality,
+    row_dependence,
+)
 from tpudist.programs.flat_program import FlatProgram, is_collective
 from tpudist.programs.user_lines import users_line_of
 from tpudist.values.drift import Drift, advice_on_value
@@ -103,7 +109,7 @@ def _is_carried(program: FlatProgram, source: int, output: int, local: set[int])
         # as the rows of its batch, is a part of a gradient.
         factors = (x for x in step.inputs if x not in carried)
         scales = name in ("mul", "div") and not local.intersection(factors)
-        holds_program = jaxprs.structure_of(step.eqn) is not None
+        holds_program = equation_layouts.structure_of(step.eqn) is not None
         if scales or name in _KEEPING or holds_program or is_collective(step.eqn):
             carried.update(step.outputs)
     return program.outputs[output] in carried

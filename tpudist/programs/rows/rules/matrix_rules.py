@@ -12,7 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from tpudist.programs import jaxprs
+from tpudist.programs import equation_layouts
+from tpudist.programs.jaxpr_structure import Elementary
 from tpudist.programs.rows.evaluator import Operation, Rule
 from tpudist.programs.rows.row_sizes import is_rows
 
@@ -114,8 +115,8 @@ def _zero_rows(operation: Operation) -> Any:
 def _solve_linear(operation: Operation) -> Sequence[Any]:
     # Evaluates the program that solves. The others belong to derivatives, which JAX has computed.
     operation.check_params()
-    structure = jaxprs.structure_of(operation.equation.eqn)
-    if not isinstance(structure, jaxprs.Elementary):
+    structure = equation_layouts.structure_of(operation.equation.eqn)
+    if not isinstance(structure, Elementary):
         operation.refuse("the program inside it is not understood")
     (solve,) = structure.bodies
     body = next(body for body in operation.equation.all_bodies if body.jaxpr is solve)

@@ -9,27 +9,28 @@ from jax import lax
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from tpudist.programs import jaxprs
+from tpudist.programs import equation_layouts
+from tpudist.programs.jaxpr_structure import Call, Cond, Scan, Structure, Unknown, While
 from tpudist.programs.replica_equality import EQUALIZING_FUNCTION
 from tpudist.programs.rows.evaluator import Operation, Rule, pass_counts_as_inputs
 from tpudist.programs.rows.labels import LabelledProgram
 from tpudist.programs.rows.row_sizes import is_rows
 
-StructureType = TypeVar("StructureType", bound=jaxprs.Structure)
+StructureType = TypeVar("StructureType", bound=Structure)
 
 
 def _structure(operation: Operation, expected: type[StructureType]) -> StructureType:
-    structure = jaxprs.structure_of(operation.equation.eqn)
+    structure = equation_layouts.structure_of(operation.equation.eqn)
     if isinstance(structure, expected):
         return structure
     reason = "it contains no program"
-    if isinstance(structure, jaxprs.Unknown):
+    if isinstance(structure, Unknown):
         reason = structure.reason
     operation.refuse(f"the program inside it is not understood: {reason}")
 
 
 def _call(operation: Operation) -> Sequence[Any]:
-    structure = _structure(operation, jaxprs.Call)
+    structure = _structure(operation, Call)
     if structure.name == EQUALIZING_FUNCTION:
         # The proof of equality knows this function by its name, so it stays a call. It combines
         # replicas element by element.
@@ -45,14 +46,14 @@ def _expand(operation: Operation) -> Sequence[Any]:
 
 
 def _remat(operation: Operation) -> Sequence[Any]:
-    structure = _structure(operation, jaxprs.Call)
+    structure = _structure(operation, Call)
     body = _body(operation, structure.body)
     jaxpr, inputs = pass_counts_as_inputs(operation.evaluator, body, operation.values)
     return operation.bind(inputs, jaxpr=jaxpr)
 
 
 def _branch(operation: Operation) -> Sequence[Any]:
-    structure = _structure(operation, jaxprs.Cond)
+    structure = _structure(operation, Cond)
     bodies = [_body(operation, body) for body in structure.bodies]
     index, *operands = operation.values
 
@@ -64,7 +65,7 @@ def _branch(operation: Operation) -> Sequence[Any]:
 
 
 def _scan(operation: Operation) -> Sequence[Any]:
-    scan = _structure(operation, jaxprs.Scan)
+    scan = _structure(operation, Scan)
     body, params = _body(operation, scan.body), operation.equation.eqn.params
     length = operation.params["length"]
     operation.check_params(allowed=("length",))
@@ -96,7 +97,7 @@ def _scan(operation: Operation) -> Sequence[Any]:
 
 
 def _while(operation: Operation) -> Sequence[Any]:
-    loop = _structure(operation, jaxprs.While)
+    loop = _structure(operation, While)
     cond, body = _body(operation, loop.cond), _body(operation, loop.body)
     values = operation.values
     of_cond = values[: loop.num_cond_consts]

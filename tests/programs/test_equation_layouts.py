@@ -13,7 +13,8 @@ from jax.interpreters import mlir
 
 import tpudist
 from tpudist.planner import model_flops
-from tpudist.programs import jaxprs, replica_equality
+from tpudist.programs import equation_layouts, jaxprs, replica_equality
+from tpudist.programs.jaxpr_structure import Call, Cond, Elementary, Kernel, Scan, Unknown, While
 
 VECTOR = jax.ShapeDtypeStruct((4,), jnp.float32)
 
@@ -52,7 +53,7 @@ def causes_of(eqn, different=False):
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(monkeypatch):
-    monkeypatch.setattr(jaxprs, "_logged", set())
+    monkeypatch.setattr(equation_layouts, "_logged", set())
 
 
 # Equations of the installed JAX.
@@ -101,37 +102,37 @@ def on_two_devices(x):
 
 
 UNDERSTOOD = {
-    "scan": (lambda x: jax.lax.scan(lambda c, y: (c + y, c * y), x[0], x), jaxprs.Scan),
+    "scan": (lambda x: jax.lax.scan(lambda c, y: (c + y, c * y), x[0], x), Scan),
     "while": (
         lambda x: jax.lax.while_loop(lambda c: c.sum() < x[0], lambda c: c + x[1], x),
-        jaxprs.While,
+        While,
     ),
-    "cond": (lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), jaxprs.Cond),
-    "jit": (jax.jit(jnp.sin), jaxprs.Call),
-    "remat2": (jax.checkpoint(jnp.sin), jaxprs.Call),
-    "custom_jvp_call": (with_jvp, jaxprs.Call),
-    "custom_vjp_call": (with_vjp, jaxprs.Call),
-    "custom_vmap_call": (with_vmap, jaxprs.Call),
-    "linear_call": (times_and_back, jaxprs.Call),
-    "composite": (jax.lax.composite(lambda x: x + 1, "some.name"), jaxprs.Call),
-    "shard_map": (on_two_devices, jaxprs.Call),
+    "cond": (lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), Cond),
+    "jit": (jax.jit(jnp.sin), Call),
+    "remat2": (jax.checkpoint(jnp.sin), Call),
+    "custom_jvp_call": (with_jvp, Call),
+    "custom_vjp_call": (with_vjp, Call),
+    "custom_vmap_call": (with_vmap, Call),
+    "linear_call": (times_and_back, Call),
+    "composite": (jax.lax.composite(lambda x: x + 1, "some.name"), Call),
+    "shard_map": (on_two_devices, Call),
     "custom_linear_solve": (
         lambda x: jax.lax.custom_linear_solve(lambda v: v * 2, x, lambda _, b: b / 2),
-        jaxprs.Elementary,
+        Elementary,
     ),
     "reduce": (
         lambda x: jax.lax.reduce(x, 0.0, lambda a, b: a * b + 1, (0,)),
-        jaxprs.Elementary,
+        Elementary,
     ),
     "reduce_window": (
         lambda x: jax.lax.reduce_window(x, 0.0, lambda a, b: a * b + 1, (2,), (1,), "VALID"),
-        jaxprs.Elementary,
+        Elementary,
     ),
-    "scatter-add": (lambda x: x.at[0].add(1.0), jaxprs.Elementary),
-    "scatter-mul": (lambda x: x.at[0].mul(2.0), jaxprs.Elementary),
-    "scatter-min": (lambda x: x.at[0].min(2.0), jaxprs.Elementary),
-    "scatter-max": (lambda x: x.at[0].max(2.0), jaxprs.Elementary),
-    "pallas_call": (kernel, jaxprs.Kernel),
+    "scatter-add": (lambda x: x.at[0].add(1.0), Elementary),
+    "scatter-mul": (lambda x: x.at[0].mul(2.0), Elementary),
+    "scatter-min": (lambda x: x.at[0].min(2.0), Elementary),
+    "scatter-max": (lambda x: x.at[0].max(2.0), Elementary),
+    "pallas_call": (kernel, Kernel),
 }
 
 
@@ -139,7 +140,7 @@ UNDERSTOOD = {
 def test_equations_of_the_installed_jax_are_understood(name, caplog):
     """A new JAX with another layout of an equation fails here first: see CONTRIBUTING.md."""
     function, kind = UNDERSTOOD[name]
-    structure = jaxprs.structure_of(equation(name, function))
+    structure = equation_layouts.structure_of(equation(name, function))
     assert isinstance(structure, kind), structure
     assert structure.bodies
     assert causes_of(equation(name, function)) == (None,) * len(equation(name, function).outvars)
@@ -154,19 +155,19 @@ def test_the_parts_of_loops_are_counted():
 
         return jax.lax.scan(turn, (x, x[0]), jnp.zeros((7,)))
 
-    scan = jaxprs.structure_of(equation("scan", function, VECTOR, VECTOR))
-    assert isinstance(scan, jaxprs.Scan)
+    scan = equation_layouts.structure_of(equation("scan", function, VECTOR, VECTOR))
+    assert isinstance(scan, Scan)
     assert (scan.num_consts, scan.num_carry, scan.length) == (1, 2, 7)
 
     def loop(x, y, z):
         return jax.lax.while_loop(lambda c: c[0] < y[0], lambda c: c + z + x, x)
 
-    found = jaxprs.structure_of(equation("while", loop, VECTOR, VECTOR, VECTOR))
-    assert isinstance(found, jaxprs.While)
+    found = equation_layouts.structure_of(equation("while", loop, VECTOR, VECTOR, VECTOR))
+    assert isinstance(found, While)
     assert (found.num_cond_consts, found.num_body_consts) == (1, 2)
-    assert jaxprs.structure_of(equation("sin", jnp.sin)) is None
-    assert jaxprs.structure_of(equation("shard_map", on_two_devices)).copies == 2
-    assert jaxprs.structure_of(equation("pallas_call", kernel)).grid == (3,)
+    assert equation_layouts.structure_of(equation("sin", jnp.sin)) is None
+    assert equation_layouts.structure_of(equation("shard_map", on_two_devices)).copies == 2
+    assert equation_layouts.structure_of(equation("pallas_call", kernel)).grid == (3,)
 
 
 # Equations of other versions of JAX.
@@ -178,7 +179,7 @@ def a_scan():
 
 def counted_otherwise(eqn, by):
     """Returns a scan that counts `by` more operands as constants, in the layout of this JAX."""
-    structure = jaxprs.structure_of(eqn)
+    structure = equation_layouts.structure_of(eqn)
     if "num_consts" in eqn.params:
         return doctored(eqn, num_consts=structure.num_consts + by)
     groups = (structure.num_consts + by, structure.num_carry, 1)
@@ -259,10 +260,10 @@ def test_an_equation_with_another_layout_is_unknown_and_may_differ(case, caplog)
     """The equation raises no KeyError, is never equal, and is logged only once."""
     eqn, told = DOCTORED[case]()
     with caplog.at_level(logging.WARNING, "tpudist.compile"):
-        structure = jaxprs.structure_of(eqn)
+        structure = equation_layouts.structure_of(eqn)
         causes = causes_of(eqn)
-        jaxprs.structure_of(eqn)
-    assert isinstance(structure, jaxprs.Unknown)
+        equation_layouts.structure_of(eqn)
+    assert isinstance(structure, Unknown)
     assert told in structure.reason
     assert f"does not know from jax {jax.__version__}" in structure.reason
     assert set(causes) == {structure.reason}
@@ -322,8 +323,8 @@ def test_constants_that_are_computed_outside_of_a_program_make_it_unknown():
 
     found = []
     traced(function)
-    structure = jaxprs.structure_of(found[0])
-    assert isinstance(structure, jaxprs.Unknown)
+    structure = equation_layouts.structure_of(found[0])
+    assert isinstance(structure, Unknown)
     assert "whose constants are computed outside of it" in structure.reason
 
 
