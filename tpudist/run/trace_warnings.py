@@ -17,7 +17,7 @@ from tpudist.programs import replica_agreement, replica_equality
 from tpudist.programs.degrees import degree_walk
 from tpudist.programs.degrees.degree_faults import Fault
 from tpudist.programs.jaxprs import ClosedJaxpr
-from tpudist.programs.rows import labels as labels_of_rows
+from tpudist.programs.rows import trace_comparison
 from tpudist.run.frame.captures import Capture
 from tpudist.run.replica_call import ReplicaCall
 from tpudist.xla import descriptions, user_code
@@ -102,7 +102,7 @@ def find_degrees(
     batches, _ = _row_dims(call, variables)
     # The walk compares both programs equation by equation, so they must have the same equations.
     larger = trace_larger(batches) if batches else None
-    if larger is None or labels_of_rows.find_difference(program.closed, larger) is not None:
+    if larger is None or trace_comparison.find_difference(program.closed, larger) is not None:
         return None
     return degree_walk.walk(program.closed, larger, [not x for x in program.stacked], state)
 

@@ -22,14 +22,12 @@ from tpudist.programs.rows.labels import (
     LabelledProgram,
     UnfittedValue,
     are_close,
-    are_equal,
-    bodies_of,
-    find_difference,
     is_corner,
     predict_number,
     predict_param,
 )
 from tpudist.programs.rows.row_sizes import Piecewise, Point, RowNumber, RowSize, size_at
+from tpudist.programs.rows.trace_comparison import are_equal, bodies_of, find_difference
 from tpudist.programs.user_lines import users_line_of
 
 

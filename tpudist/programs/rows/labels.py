@@ -8,7 +8,7 @@ scalars, constants) becomes a function of the number of rows, fitted by `row_siz
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from jax.extend import core
 
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxprs import Atom, Program
-from tpudist.programs.rows.compared_params import NOT_COMPARED, is_compared
+from tpudist.programs.rows.compared_params import is_compared
 from tpudist.programs.rows.errors import RowsError
 from tpudist.programs.rows.row_sizes import (
     TOLERANCE,
@@ -31,6 +31,7 @@ from tpudist.programs.rows.row_sizes import (
     fit_size,
     size_at,
 )
+from tpudist.programs.rows.trace_comparison import are_equal, bodies_of, have_equal_numbers
 from tpudist.programs.user_lines import users_line_of
 
 Dims = tuple[Dim, ...]
@@ -129,49 +130,6 @@ class LabelledProgram:
         return any(map(depends_on_rows, itertools.chain(values, dims))) or any(
             equation.depends_on_rows for equation in self.equations
         )
-
-
-def find_difference(first: Program, second: Program) -> str | None:
-    """Describes where two traces differ in structure; None if they do not.
-
-    A phrase for an error, such as "reduce_sum, or reduce_max (train.py:3)".
-    """
-    # Structure includes the wiring: each variable is numbered at its first use, and equal numbers
-    # mean that both traces read the same value. `x - y` and `y - x` are the same primitives.
-    a, b = jaxprs.open_jaxpr(first), jaxprs.open_jaxpr(second)
-    numbers: tuple[dict, dict] = ({}, {})
-
-    def describe(atom: Atom, trace: int) -> tuple:
-        if isinstance(atom, core.Literal):
-            number = -1  # its value may differ: the labels describe that
-        else:
-            number = numbers[trace].setdefault(atom, len(numbers[trace]))
-        return number, len(jaxprs.shape_of(atom)), jaxprs.dtype_of(atom)
-
-    def differ(x: Sequence[Atom], y: Sequence[Atom]) -> bool:
-        return [describe(v, 0) for v in x] != [describe(v, 1) for v in y]
-
-    if differ([*a.constvars, *a.invars], [*b.constvars, *b.invars]):
-        return "its constants"
-    for x, y in zip(a.eqns, b.eqns, strict=False):
-        if x.primitive is not y.primitive:
-            return f"{x.primitive.name}, or {y.primitive.name}{_at(y)}"
-        inner, others = list(bodies_of(x)), list(bodies_of(y))
-        if len(inner) != len(others):
-            return f"the contents of {x.primitive.name}{_at(y)}"
-        for (_, i), (_, j) in zip(inner, others, strict=True):
-            difference = None if i is j else find_difference(i, j)
-            if difference:
-                # The innermost known line is the best one: it is the only part with a colon.
-                return difference if ":" in difference else f"{difference}{_at(y)}"
-        if differ(x.invars, y.invars) or differ(x.outvars, y.outvars):
-            return f"the input of {x.primitive.name}{_at(y)}"
-    if len(a.eqns) != len(b.eqns):
-        longer, at = (a, len(b.eqns)) if len(a.eqns) > len(b.eqns) else (b, len(a.eqns))
-        return f"{longer.eqns[at].primitive.name}{_at(longer.eqns[at])}"
-    if differ(a.outvars, b.outvars):
-        return "its result"
-    return None
 
 
 def label(programs: Sequence[Program], points: tuple[Point, ...]) -> LabelledProgram:
@@ -288,7 +246,7 @@ class _Labeller:
             arrays = [np.asarray(value) for value in values]
         except Exception:  # random keys and other values without numbers
             return unknown
-        if all(_have_equal_numbers(arrays[0], x) for x in arrays[1:]):
+        if all(have_equal_numbers(arrays[0], x) for x in arrays[1:]):
             return first
         if arrays[0].ndim:
             # The first dims decide. If it is not the largest in all dims, `is_corner` is False.
@@ -358,61 +316,10 @@ def is_corner(small: np.ndarray, large: np.ndarray) -> bool:
         return False
     if any(a > b for a, b in zip(small.shape, large.shape, strict=True)):
         return False
-    return _have_equal_numbers(small, large[tuple(map(slice, small.shape))])
-
-
-def are_equal(a: object, b: object) -> bool:
-    """Returns whether two parameters are equal. NaN equals NaN, and programs compare by content."""
-    if a is b:
-        return True
-    if type(a) is type(b) and jaxprs.is_program(a) and jaxprs.is_program(b):
-        return find_difference(a, b) is None and str(a) == str(b)
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        return _have_equal_numbers(np.asarray(a), np.asarray(b))
-    try:
-        if bool(a == b) or bool(a != a and b != b):
-            return True
-    except Exception:  # whatever the class of a parameter raises
-        return False
-    return type(a) is type(b) and _have_equal_parts(a, b)
-
-
-def _have_equal_parts(a: object, b: Any) -> bool:
-    # JAX's records of parameters may contain programs, as the grid of a kernel does.
-    if isinstance(a, tuple):
-        return len(a) == len(b) and all(map(are_equal, a, b))
-    if not dataclasses.is_dataclass(a):
-        return False
-    names = [field.name for field in dataclasses.fields(a)]
-    return bool(names) and all(are_equal(getattr(a, n), getattr(b, n)) for n in names)
-
-
-def _have_equal_numbers(a: np.ndarray, b: np.ndarray) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return a.tobytes() == b.tobytes() or np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
-
-
-def bodies_of(eqn: core.JaxprEqn) -> Iterator[tuple[str, Any]]:
-    """Yields the programs inside an equation with their constants, each after its parameter.
-
-    They are sorted by the parameters' names, which are the same in all traces.
-    """
-    if eqn.primitive.name == "call_hi_primitive":
-        yield "_prim", jaxprs.expand(eqn)
-        return
-    for name in sorted(eqn.params):
-        if name not in NOT_COMPARED:
-            for body in jaxprs.programs_of([eqn.params[name]]):
-                yield name, body
+    return have_equal_numbers(small, large[tuple(map(slice, small.shape))])
 
 
 def _describe(values: Sequence[int | Point]) -> str:
     # The point of a single symbol is written as a number.
     plain = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in values]
     return ", ".join(map(str, plain))
-
-
-def _at(eqn: core.JaxprEqn) -> str:
-    line = users_line_of(eqn)
-    return f" ({line})" if line else ""

@@ -15,14 +15,9 @@ from jax.extend import core
 from tpudist.programs import jaxprs
 from tpudist.programs.jaxprs import Atom, Program
 from tpudist.programs.rows.compared_params import JAX_FOLDER
-from tpudist.programs.rows.labels import (
-    LabelledEquation,
-    LabelledProgram,
-    bodies_of,
-    depends_on_rows,
-    find_difference,
-)
+from tpudist.programs.rows.labels import LabelledEquation, LabelledProgram, depends_on_rows
 from tpudist.programs.rows.row_sizes import RowSize, is_rows
+from tpudist.programs.rows.trace_comparison import bodies_of, find_difference
 
 # `jnp.mean` divides by the number of elements that it adds up, which it reads from the shape. It
 # gets no numbers of the user, but an array may be as long as such a product. `mean` calls `_mean`,

@@ -14,7 +14,7 @@ from tpudist.programs.rows import row_kernels, small_count_scalars, small_counts
 from tpudist.programs.rows.confirmation import find_deviation
 from tpudist.programs.rows.errors import NumbersLearned, RowsError
 from tpudist.programs.rows.evaluator import Evaluator, Requirements
-from tpudist.programs.rows.labels import LabelledProgram, find_difference, label
+from tpudist.programs.rows.labels import LabelledProgram, label
 from tpudist.programs.rows.row_sizes import (
     Count,
     Dim,
@@ -25,6 +25,7 @@ from tpudist.programs.rows.row_sizes import (
 )
 from tpudist.programs.rows.rules import rule_of
 from tpudist.programs.rows.scans_over_rows import Scans
+from tpudist.programs.rows.trace_comparison import find_difference
 
 MIN_TRACED_ROWS = 2
 """Least rows of a labelled trace. With one row or none JAX writes some operations differently."""

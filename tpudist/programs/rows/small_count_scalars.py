@@ -23,11 +23,10 @@ from tpudist.programs.rows.labels import (
     LabelledProgram,
     UnfittedValue,
     are_close,
-    bodies_of,
-    find_difference,
     predict_number,
 )
 from tpudist.programs.rows.row_sizes import Piece, Piecewise, Point
+from tpudist.programs.rows.trace_comparison import bodies_of, find_difference
 
 Place = tuple[core.JaxprEqn | core.Jaxpr, str, int]
 """The place of a scalar: an equation or a program, the part of it, and the number in that part."""

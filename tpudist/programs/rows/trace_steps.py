@@ -27,12 +27,12 @@ from tpudist.programs.rows.labels import (
     LabelledEquation,
     LabelledProgram,
     UnfittedValue,
-    bodies_of,
     is_unfitted,
     predict_number,
     predict_param,
 )
 from tpudist.programs.rows.row_sizes import Point, RowNumber, RowSize, size_at
+from tpudist.programs.rows.trace_comparison import bodies_of
 
 # Code that calls JAX for the user: a frame in it is not the user's instruction. "<" begins names
 # such as "<frozen importlib>" and "<string>".
