@@ -14,9 +14,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import inspect
 import itertools
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -30,8 +28,8 @@ from jax.typing import ArrayLike
 
 from tpudist.array_types import PyTree
 from tpudist.programs import jaxprs
+from tpudist.programs.rows.closure_numbers import numbers_in_closure
 from tpudist.programs.rows.errors import RowsError
-from tpudist.xla.array_attributes import has_shape
 
 KERNEL = "tpudist.rowwise"
 
@@ -106,7 +104,7 @@ def rowwise(
             [dims],
             lambda: [structure[1]],
             [False] * len(leaves),
-            _numbers_in_closure(function),
+            numbers_in_closure(function),
         )
         results = traced.call(leaves)
         return jax.tree.unflatten(structure[0], results)
@@ -289,44 +287,6 @@ def _make_jaxpr(run: Callable[..., Any], leaves: Sequence[Any]) -> jaxprs.Closed
             f"({', '.join(sorted(map(str, closed.effects)))}), which padding would have too"
         )
     return closed
-
-
-def _numbers_in_closure(function: Callable) -> tuple[int | float, ...]:
-    """Returns the numbers that a function closes over, and the sizes of the arrays."""
-    # A kernel is one primitive, so the labels do not see the numbers in it. A number that the
-    # function closes over may be the number of rows; a global number cannot be.
-    numbers: list[int | float] = []
-    seen: set[int] = set()
-
-    def visit(value: Any) -> None:  # any object that a user's function refers to
-        if isinstance(value, int | float):
-            numbers.append(value)
-            return
-        if has_shape(value):  # an array of any library
-            numbers.extend(value.shape)
-            return
-        # Ends, since each object is visited once: a function may close over itself.
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        for content in _contents_of(value):
-            visit(content)
-
-    visit(function)
-    return tuple(numbers)
-
-
-def _contents_of(value: object) -> Sequence[Any]:
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if inspect.isfunction(value):
-        # A cell is empty while the function that it will contain is not defined yet.
-        filled = [cell for cell in value.__closure__ or () if cell != types.CellType()]
-        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return [*(cell.cell_contents for cell in filled), *defaults]
-    if (wrapped := getattr(value, "__wrapped__", None)) is not None:  # a user's decorator
-        return [wrapped]
-    return () if jax.tree_util.all_leaves([value]) else jax.tree.leaves(value)
 
 
 def _with_some_rows(leaves: Sequence[Any], in_dims: Sequence[Dims]) -> list[Any]:
