@@ -356,41 +356,6 @@ class Operation:
         return bodies[0]
 
 
-def pass_counts_as_inputs(
-    evaluator: Evaluator, body: LabelledProgram, args: Sequence[ArrayLike]
-) -> tuple[core.Jaxpr, list[Any]]:
-    """Returns a program without constants that evaluates `body`, and its inputs.
-
-    `checkpoint` needs that: its program is evaluated again for the gradients, and has no place for
-    the traced counts that the rules close over. So they are inputs here.
-    """
-    outer = evaluator.counts
-    counts = jax.tree.leaves(outer)
-
-    def run(counts: list[Any], *args: jax.Array) -> list[Any]:
-        evaluator.counts = counts
-        return evaluator.program(body, args)
-
-    try:
-        closed = jax.make_jaxpr(run)(outer, *args)
-        consts = list(closed.consts)
-        if consts:
-
-            def with_consts(consts: list[Any], *args: jax.Array) -> Any:
-                program = jaxprs.ClosedJaxpr(jaxprs.open_jaxpr(closed), consts)
-                return core.jaxpr_as_fun(program)(*args)
-
-            inputs = [*counts, *args]
-            # Arrays that the trace has created, such as the seeds of keys, become inputs too.
-            closed = jax.make_jaxpr(with_consts)(consts, *inputs)
-            if closed.consts:
-                raise RowsError("a program inside has constants that cannot be made inputs")
-            return jaxprs.open_jaxpr(closed), [*consts, *inputs]
-    finally:
-        evaluator.counts = outer
-    return jaxprs.open_jaxpr(closed), [*counts, *args]
-
-
 def _line_of_use(labelled: LabelledProgram, variable: core.Var) -> str:
     """Returns the user's line of the first operation that reads `variable`."""
     readers = (e.line for e in labelled.equations if any(x is variable for x in e.eqn.invars))

@@ -9,10 +9,11 @@ from jax import lax
 from jax.extend import core
 from jax.typing import ArrayLike
 
-from tpudist.programs import equation_layouts
+from tpudist.programs import equation_layouts, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Scan, Structure, Unknown, While
 from tpudist.programs.replica_equality import EQUALIZING_FUNCTION
-from tpudist.programs.rows.evaluator import Operation, Rule, pass_counts_as_inputs
+from tpudist.programs.rows.errors import RowsError
+from tpudist.programs.rows.evaluator import Evaluator, Operation, Rule
 from tpudist.programs.rows.labels import LabelledProgram
 from tpudist.programs.rows.row_sizes import is_rows
 
@@ -48,8 +49,43 @@ def _expand(operation: Operation) -> Sequence[Any]:
 def _remat(operation: Operation) -> Sequence[Any]:
     structure = _structure(operation, Call)
     body = _body(operation, structure.body)
-    jaxpr, inputs = pass_counts_as_inputs(operation.evaluator, body, operation.values)
+    jaxpr, inputs = _pass_counts_as_inputs(operation.evaluator, body, operation.values)
     return operation.bind(inputs, jaxpr=jaxpr)
+
+
+def _pass_counts_as_inputs(
+    evaluator: Evaluator, body: LabelledProgram, args: Sequence[ArrayLike]
+) -> tuple[core.Jaxpr, list[Any]]:
+    """Returns a program without constants that evaluates `body`, and its inputs.
+
+    `checkpoint` needs that: its program is evaluated again for the gradients, and has no place for
+    the traced counts that the rules close over. So they are inputs here.
+    """
+    outer = evaluator.counts
+    counts = jax.tree.leaves(outer)
+
+    def run(counts: list[Any], *args: jax.Array) -> list[Any]:
+        evaluator.counts = counts
+        return evaluator.program(body, args)
+
+    try:
+        closed = jax.make_jaxpr(run)(outer, *args)
+        consts = list(closed.consts)
+        if consts:
+
+            def with_consts(consts: list[Any], *args: jax.Array) -> Any:
+                program = jaxprs.ClosedJaxpr(jaxprs.open_jaxpr(closed), consts)
+                return core.jaxpr_as_fun(program)(*args)
+
+            inputs = [*counts, *args]
+            # Arrays that the trace has created, such as the seeds of keys, become inputs too.
+            closed = jax.make_jaxpr(with_consts)(consts, *inputs)
+            if closed.consts:
+                raise RowsError("a program inside has constants that cannot be made inputs")
+            return jaxprs.open_jaxpr(closed), [*consts, *inputs]
+    finally:
+        evaluator.counts = outer
+    return jaxprs.open_jaxpr(closed), [*counts, *args]
 
 
 def _branch(operation: Operation) -> Sequence[Any]:
