@@ -133,14 +133,17 @@ class _Counter:
         # derivative, and "transpose(" the backward pass.
         if "transpose(" in name_stack:
             return _Flops()  # counted with the kernel whose gradient it is: 1 + 2 below
-        # The estimate of a kernel does not say what it multiplies.
-        flops = _Flops() if kernel.flops is None else _Flops(bf16=kernel.flops)
-        if kernel.flops is None:
-            if kernel.grid is None:
-                self.notes.append(
-                    "Model FLOPs omit a Pallas kernel: its grid is known only when it runs."
-                )
-                return _Flops()
+        if kernel.flops is not None:
+            # The estimate does not say which kinds of numbers the kernel multiplies; its body does.
+            flops = _Counter().count(kernel.body, name_stack)
+            total = flops.total()
+            flops = flops.times(kernel.flops / total) if total else _Flops(bf16=kernel.flops)
+        elif kernel.grid is None:
+            self.notes.append(
+                "Model FLOPs omit a Pallas kernel: its grid is known only when it runs."
+            )
+            return _Flops()
+        else:
             flops = self.count(kernel.body, name_stack).times(math.prod(kernel.grid))
         # A product of the forward pass has two in the backward pass: one per operand.
         return flops.times(3) if "jvp(" in name_stack else flops
