@@ -198,6 +198,13 @@ def test_a_step_on_emulated_devices_is_planned_for_as_many_of_a_slice(jit):
 
 
 @pytest.mark.libtpu
+def test_a_program_of_emulated_devices_has_no_executable_for_a_slice():
+    step = of_own_mesh(jax.jit, data_mesh())
+    with pytest.raises(ValueError, match="mesh has 8 devices of this machine, .*planner.devices"):
+        planner.plan(step, jnp.ones((16, 16)), X, topology="v5e-8", in_process=True)
+
+
+@pytest.mark.libtpu
 @pytest.mark.parametrize("mesh", [None, {"data": 8}])
 def test_a_step_may_compute_constants_while_it_is_traced(mesh):
     """The devices of the slice are only descriptions, so this machine computes them."""
