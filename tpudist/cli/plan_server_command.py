@@ -125,9 +125,7 @@ class _Server:
         config = reference.make_reference(sizes, slice_).config
         weights = "bfloat16" if options.weights == "int8" else options.weights
         dtype = options.model.dtype or weights  # a config.json may have another, or none
-        self.config = dataclasses.replace(
-            config, param_dtype=weights, dtype=dtype, pipeline_stages=1
-        )
+        self.config = dataclasses.replace(config, param_dtype=weights, dtype=dtype)
         self.axes = _complete_axes(axes, slice_.num_devices, self.config.kv_heads)
         _warn_of_dropped_tokens(self.config, self.axes.get("expert", 1))
         self.num_groups = math.prod(self.axes.get(axis, 1) for axis in BATCH_AXES)

@@ -78,8 +78,6 @@ class ModelOptions:
         float | None, tyro.conf.arg(metavar="FACTOR", help_behavior_hint="")
     ] = None
     """Slots of an expert, as a multiple of its equal share of the tokens."""
-    pipeline_stages: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Number of pipeline stages."""
     attention: Literal["auto", "dot_product", "splash", "ring"] | None = None
     """Attention algorithm; auto is Splash attention on TPUs."""
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -100,6 +98,8 @@ class ReferenceOptions(ModelOptions):
     """Sequences of all chips together, in place of --batch-per-chip."""
     sequence_length: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Tokens per sequence (with --hf: 8192, or the most that the model supports)."""
+    pipeline_stages: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Number of pipeline stages."""
     param_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the parameters and of the optimizer state (default: float32)."""
     loss_chunk: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
