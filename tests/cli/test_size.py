@@ -127,3 +127,17 @@ def test_the_largest_batch_that_is_estimated_to_fit_is_compiled_first(monkeypatc
     found = Sizer(lambda candidate: (), 1, max_compiles=0).largest_batch("v5e-8")
     assert found.answer.candidate.batch == 96
     assert not found.compiled
+    assert found.num_estimated == 15  # 1, 2, 3, 4, 6, ..., 192
+    assert not found.is_limited
+
+
+def test_a_batch_that_never_fills_the_memory_is_not_called_the_largest(capsys, monkeypatch):
+    def estimate(self, topology, batch):
+        found = StepEstimate(1.0, 1.0, 100.0, 1.0, 0.0, 0.0, 0.0)
+        return [Choice(planner.Candidate(topology, {}, "none", 1, (), batch), 8, batch, found)]
+
+    monkeypatch.setattr(Sizer, "_estimate", estimate)
+    code, printed = size(capsys, "largest-batch", "--topologies", "v5e-8", "--compiles", "0")
+    assert code == 0
+    assert "The largest batch that was tried is 786432 rows" in printed.out
+    assert "No batch filled the memory" in printed.out

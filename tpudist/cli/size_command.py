@@ -296,13 +296,17 @@ def _describe(options: Options, found: Sizing) -> str:
             )
         return f"\nNothing that was tried {reason}. {effort}"
     name = answer.candidate
+    tried, more = "", ""
+    if found.is_limited:
+        tried = " that was tried"
+        more = " No batch filled the memory: larger ones may fit, if the step uses candidate.batch."
     texts = {
-        "largest-batch": f"The largest batch is {name.batch} rows",
+        "largest-batch": f"The largest batch{tried} is {name.batch} rows",
         "smallest-slice": f"The smallest slice is {name.topology}",
         "cheapest": f"The cheapest is {name.topology}",
     }
     by = "by the compiler" if answer.plan else "by an estimate"
-    return f"\n{texts[options.question]}, {by}: {name.name}.\n{effort}"
+    return f"\n{texts[options.question]}, {by}: {name.name}.{more}\n{effort}"
 
 
 def _format_json(options: Options, found: Sizing, choices: list[tuple[Choice, bool]]) -> str:
@@ -336,6 +340,7 @@ def _format_json(options: Options, found: Sizing, choices: list[tuple[Choice, bo
             "choices": [(plain(x) or {}) | {"is_on_front": front} for x, front in choices],
             "num_estimated": found.num_estimated,
             "estimate_s": found.estimate_s,
+            "is_limited": found.is_limited,
         },
         indent=1,
     )

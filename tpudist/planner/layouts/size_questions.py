@@ -19,7 +19,7 @@ from tpudist.xla.hardware import slices
 
 MakeStep = Callable[[Candidate], Sequence[Any]]
 _SPARE = 1.2  # of the memory: a choice above is not compiled
-_MAX_DOUBLINGS = 14  # of the batch
+_MAX_DOUBLINGS = 20  # of the batch
 _SAFE = 0.95  # of the memory: a choice below probably fits
 
 
@@ -76,6 +76,7 @@ class Sizing:
         choices: The best choice of each slice and batch.
         num_estimated: Number of estimated choices.
         estimate_s: Seconds of all estimates.
+        is_limited: Whether the answer is the largest batch that was tried, so a larger one may fit.
     """
 
     answer: Choice | None
@@ -83,6 +84,7 @@ class Sizing:
     choices: tuple[Choice, ...]
     num_estimated: int
     estimate_s: float
+    is_limited: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +112,20 @@ class Sizer:
     def largest_batch(self, topology: str) -> Sizing:
         """Returns the largest batch that fits a slice; it tries two sizes per doubling."""
         started, found = time.monotonic(), list[list[Choice]]()
+        most, is_filled = 0, False
         first = max(1, slices.parse(topology).num_devices // 8)
         for k in range(_MAX_DOUBLINGS):
             batches = (first * 2**k, 3 * first * 2 ** (k - 1)) if k else (first,)
             groups = [self._estimate(topology, batch) for batch in sorted(batches)]
             found += groups
-            if any(min((x.memory_share for x in g), default=0.0) > _SPARE for g in groups):
+            most = max(batches)
+            smallest = [min((x.memory_share for x in group), default=0.0) for group in groups]
+            if is_filled := max(smallest) > _SPARE:
                 break
-        return self._confirm(reversed(found), started)
+        sizing = self._confirm(reversed(found), started)
+        number, answer = sum(map(len, found)), sizing.answer
+        is_limited = not is_filled and answer is not None and answer.candidate.batch == most
+        return dataclasses.replace(sizing, num_estimated=number, is_limited=is_limited)
 
     def smallest_slice(self, batch_of: Mapping[str, int]) -> Sizing:
         """Returns the smallest slice that fits.
