@@ -166,9 +166,11 @@ def test_wrong_sizes_of_a_cache_and_of_generate_raise_errors():
         other = nnx.eval_shape(lambda config=config: KVCache(config, 4, 12))
         with pytest.raises(ValueError, match="is not for these tokens and this model"):
             nnx.eval_shape(lambda model, cache: prefill(model, cache, TOKENS), model, other)
-    for lengths in ([6, 3, 0, 1], [6, 3, 13, 1], [6], [[6, 3, 5, 1]]):
-        with pytest.raises(ValueError, match="each at least 1 and at most"):
+    for lengths in ([6, 3, 0, 1], [6, 3, 13, 1], [6], [[6, 3, 5, 1]], [6, 3, 2.5, 1]):
+        with pytest.raises(ValueError, match="integers of at least 1 and at most"):
             generate(model, TOKENS, 2, lengths=jnp.array(lengths))
+    with pytest.raises(ValueError, match=r"tokens of shape \(2, 1\), but adds one .* 2 sequences"):
+        decode_step(model, cache, TOKENS[:2, :1])
     with pytest.raises(ValueError, match=r"prompts \(4, 0\) with lengths=None"):
         generate(model, TOKENS[:, :0], 2)
     many = dataclasses.replace(SMALL, learned_positions=10)

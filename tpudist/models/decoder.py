@@ -77,7 +77,7 @@ def prefill(
         ValueError: If the cache has fewer slots than the prompts have tokens, another number of
             sequences, or the sizes of another model; or if a prompt has no token.
     """
-    _check_prompts(prompts, lengths)
+    prompts, lengths = _read_prompts(prompts, lengths)
     (batch, length), shape = prompts.shape, cache.positions.shape
     if batch != shape[0] or length > shape[1]:
         raise ValueError(
@@ -106,7 +106,16 @@ def decode_step(model: Transformer, cache: KVCache, tokens: jax.Array) -> jax.Ar
 
     Returns:
         Float32 logits `[batch, vocabulary]`.
+
+    Raises:
+        ValueError: If there is not one token for each sequence, or the cache has the sizes of
+            another model.
     """
+    if tokens.shape != cache.positions.shape[:1]:
+        raise ValueError(
+            f"decode_step received tokens of shape {tokens.shape}, but adds one token to each of "
+            f"the {cache.positions.shape[0]} sequences of the cache. Pass tokens [batch]."
+        )
     positions = cache.positions[...].max(axis=1, keepdims=True) + 1
     slot = cache.num_written[...] % cache.positions.shape[1]
     return _logits(model, _extend(model, cache, tokens[:, None], positions, slot))
@@ -133,20 +142,28 @@ def _extend(
     return hidden
 
 
-def _check_prompts(prompts: jax.Array, lengths: jax.Array | None) -> None:
-    """Raises ValueError if a prompt has no token; of traced lengths, only the shape is known."""
+def _read_prompts(
+    prompts: jax.Array, lengths: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns prompts and lengths as arrays.
+
+    Raises:
+        ValueError: If a prompt has no token; of traced lengths, only shape and dtype are known.
+    """
+    prompts = jnp.asarray(prompts)
+    lengths = None if lengths is None else jnp.asarray(lengths)
     shape = prompts.shape
     is_right = len(shape) == 2 and shape[1] > 0
     if is_right and lengths is not None:
-        lengths = jnp.asarray(lengths)
-        is_right = lengths.shape == shape[:1]
+        is_right = lengths.shape == shape[:1] and jnp.issubdtype(lengths.dtype, jnp.integer)
         if is_right and not isinstance(lengths, Tracer) and lengths.is_fully_addressable:
             is_right = bool(((lengths >= 1) & (lengths <= shape[1])).all())
     if not is_right:
         raise ValueError(
             f"The prompts {shape} with lengths={lengths} must be [batch, length], and the lengths "
-            "[batch], each at least 1 and at most the length of the padded prompts."
+            "[batch], integers of at least 1 and at most the length of the padded prompts."
         )
+    return prompts, lengths
 
 
 def _logits(model: Transformer, hidden: jax.Array) -> jax.Array:
@@ -191,9 +208,7 @@ def generate(
             f"key={'None' if key is None else '...'}): num_tokens must be at least 1, and a "
             "temperature above 0 needs key=jax.random.key(seed)."
         )
-    prompts = jnp.asarray(prompts)
-    lengths = None if lengths is None else jnp.asarray(lengths)
-    _check_prompts(prompts, lengths)
+    prompts, lengths = _read_prompts(prompts, lengths)
     graph, state = nnx.split(model)
     return _generate(graph, state, prompts, lengths, key, num_tokens, float(temperature), end_token)
 

@@ -73,7 +73,7 @@ def add(
 
     adapters = get_strategy().create(make) if has_strategy() else make()
     # Attributes of `Blocks`, so that the scan over layers passes them to each block by name, and
-    # `transformer._adapt` finds them there.
+    # `block._adapt` finds them there.
     for name, variable in adapters.items():
         setattr(model.blocks, name, variable)
     model.blocks.adapter_scale = alpha / rank
@@ -86,7 +86,7 @@ def merge(model: Transformer) -> Transformer:
     The sums are computed in float32, one layer at a time, and rounded to the dtype of the weights.
 
     Raises:
-        ValueError: If the model has no adapters.
+        ValueError: If the model has no adapters, or is quantized.
     """
     refuse_quantized(model, "lora.merge")
     blocks = model.blocks

@@ -78,7 +78,7 @@ def save_pretrained(
 
     Raises:
         ValueError: If other libraries do not support the model, `like` is another model, or the
-            model has adapters.
+            model has adapters or is quantized.
     """
     refuse_quantized(model, "save_pretrained")
     folder = Path(folder)
