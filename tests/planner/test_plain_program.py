@@ -198,6 +198,19 @@ def test_a_step_on_emulated_devices_is_planned_for_as_many_of_a_slice(jit):
 
 
 @pytest.mark.libtpu
+def test_a_program_of_emulated_devices_may_print():
+    mesh = data_mesh()
+
+    def step(x):
+        jax.debug.print("{}", x.sum())
+        return x * 2
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    plan = planner.plan(jax.jit(mapped), X, topology="v5e-8")
+    assert [guess.what for guess in plan.time.guessed] == ["callback to the host"]
+
+
+@pytest.mark.libtpu
 def test_a_program_of_emulated_devices_has_no_executable_for_a_slice():
     step = of_own_mesh(jax.jit, data_mesh())
     with pytest.raises(ValueError, match="mesh has 8 devices of this machine, .*planner.devices"):

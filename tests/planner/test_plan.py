@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from jax.experimental import pallas
+from jax.experimental.pallas import tpu
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import tpudist
@@ -514,6 +515,19 @@ def _strided_gradients(x, k):
     return jax.value_and_grad(loss, (0, 1))(x, k)
 
 
+def _scoped(x, y):
+    """A kernel with a product that is inside a scope of its own memory."""
+
+    def kernel(x, y, out):
+        def multiply(scratch):
+            scratch[...] = x[...] @ y[...]
+            out[...] = scratch[...]
+
+        pallas.run_scoped(multiply, tpu.VMEM((8, 8), jnp.float32))
+
+    return pallas.pallas_call(kernel, out_shape=x)(x, y)
+
+
 def _grouped(x, w, sizes):
     return jax.grad(lambda x, w: (jax.lax.ragged_dot(x, w, sizes) ** 2).sum(), (0, 1))(x, w)
 
@@ -539,6 +553,8 @@ def _grouped(x, w, sizes):
             2 * (2 * 5 * 3) * (8 + 2 * 7) ** 2,  # the padding is not multiplied
         ),
         (_strided_gradients, (jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 2, 2))), 3 * 2 * 30 * 8**2),
+        (lambda a, b: jax.lax.scaled_dot(a, b), (_A[None], _B[None]), 2 * 3 * 4 * 5),
+        (_scoped, (jnp.ones((8, 8)),) * 2, 2 * 8**3),
         (_grouped, (jnp.ones((6, 4)), jnp.ones((3, 4, 5)), jnp.ones(3, int)), 3 * 2 * 6 * 4 * 5),
     ],
 )

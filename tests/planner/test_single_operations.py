@@ -201,6 +201,11 @@ OPERATIONS = {
     "select": (lambda m, x: jnp.where(m, x, -1e9), (_of(2048, 2048, dtype=bool), SQUARE), None),
     "thin product": (jnp.matmul, (THIN, WEIGHT), None),
     "thin product, transposed": (lambda x, w: x @ w.T, (THIN, WEIGHT), None),
+    "float32 weight of a bfloat16 product": (
+        lambda x, w: x @ w.astype(BF16),
+        (THIN, _of(4096, 4096)),
+        None,
+    ),
     "matrix and vector": (lambda x, w: w @ x, (_of(4096, dtype=BF16), WEIGHT), None),
     "two thin products": (lambda x, w, v: jax.nn.gelu(x @ w) @ v, (THIN, WEIGHT, WEIGHT), None),
     "product": (jnp.matmul, (WEIGHT, WEIGHT), None),

@@ -7,6 +7,7 @@ the one that the test names; see "A new version of JAX" in docs/development.md.
 import ast
 import contextlib
 import importlib.metadata
+import inspect
 import re
 import threading
 import time
@@ -215,6 +216,12 @@ def described_devices():
         assert internals.is_described(topology.devices("v5e:2x4")[0])
 
 
+def client_of_callbacks():
+    """Without it, a program of emulated devices that prints cannot be lowered for a slice."""
+    context = inspect.signature(internals.mlir.ModuleContext.get_backend)
+    assert [*context.parameters] == ["self", "optional"]
+
+
 def jaxpr_and_its_constants():
     captured = jnp.arange(3.0)
     closed = jax.make_jaxpr(lambda x: x + captured)(1.0)
@@ -304,6 +311,10 @@ DOORS = {
     "the value of a setting in config_states": ("xla/internals.py", values_of_settings),
     "jax._src.interpreters.pxla.batched_device_put": ("xla/internals.py", arrays_of_parts),
     "the class CompileOnlyPyClient": ("xla/internals.py", described_devices),
+    "jax._src.interpreters.mlir.ModuleContext.get_backend": (
+        "xla/internals.py",
+        client_of_callbacks,
+    ),
     "jax.extend.core.Jaxpr and ClosedJaxpr": ("programs/jaxprs.py", jaxpr_and_its_constants),
     "JaxprEqn.source_info": ("programs/replica_equality.py", source_of_an_equation),
     "jax.extend.core.get_opaque_trace_state": ("xla/traces.py", token_of_a_trace),

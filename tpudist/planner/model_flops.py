@@ -183,6 +183,10 @@ def _dot(eqn: Any) -> float:
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
 
 
+def _scaled_matmul(eqn: Any) -> float:
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * eqn.invars[0].aval.shape[-1]
+
+
 def _convolution(eqn: Any) -> float:
     # Each output adds up products over the window and the input features of its group. Positions in
     # the padding, and in the holes of a dilated array, are not products: the gradient of a strided
@@ -226,6 +230,8 @@ def _group_dot(eqn: Any) -> float:
 
 PRODUCTS = {
     "dot_general": _dot,
+    "scaled_dot": _dot,
+    "scaled_matmul_wrapper": _scaled_matmul,
     "ragged_dot_general": _group_dot,
     "conv_general_dilated": _convolution,
 }

@@ -326,6 +326,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
         "jaxpr grid_mapping cost_estimate mesh debug interpret name metadata out_avals "
         "compiler_params input_output_aliases",
     ),
+    "run_scoped": _layout(_read_elementary, "jaxpr collective_axes ref_transforms"),
 }
 # They contain programs in a form other than a jaxpr.
 _HIDE_PROGRAMS = ("call_exported", "call_hi_primitive_linearized")

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import config, core, distributed, mesh, sharding_impls, xla_bridge
-from jax._src.interpreters import pxla
+from jax._src.interpreters import mlir, pxla
 from jax.extend import backend
 from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -182,6 +182,24 @@ def replace_devices(
     xla_bridge.devices = show(xla_bridge.devices)
     for name in ("local_devices", "process_count"):
         setattr(xla_bridge, name, hide(vars(xla_bridge)[name]))
+
+
+def replace_backend(find: Callable[[], Any]) -> None:
+    """Replaces the client that JAX passes to callbacks while it lowers a program.
+
+    Args:
+        find: Returns the client for programs of its platform; None for that of the program.
+    """
+    plain = mlir.ModuleContext.get_backend
+
+    @functools.wraps(plain)
+    def get_backend(self, optional: bool = False) -> Any:
+        client = find()
+        if client is not None and tuple(self.platforms) == (client.platform,):
+            return client
+        return plain(self, optional)
+
+    mlir.ModuleContext.get_backend = get_backend
 
 
 def make_evaluation(evaluate: Callable[[Any, Any, list[Any], dict[str, Any]], Any]) -> Any:

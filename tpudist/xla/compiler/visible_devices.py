@@ -56,6 +56,7 @@ def _install() -> None:
         setattr(jax, name, _replace(vars(jax)[name], answer))
     jax.process_count = _hide(jax.process_count)
     internals.replace_devices(lambda plain: _replace(plain, list), _hide)
+    internals.replace_backend(lambda: (shown := _shown.get()) and shown[0].client)
 
 
 def _replace(plain: Callable[..., Any], answer: Callable[[_Devices], Any]) -> Callable[..., Any]:

@@ -179,7 +179,9 @@ def _count_read_bytes(scope: _Scope, value: Instruction, *, is_copied: bool = Fa
             total += _stride(user) * user.arrays[0].padded_bytes
         elif opcode in _PASS_ON:
             is_copy = is_copied or opcode in _COPIES
-            total += _count_read_bytes(scope, user, is_copied=is_copy)
+            read = _count_read_bytes(scope, user, is_copied=is_copy)
+            # Of float32 that is converted to bfloat16, twice the bytes of the result are read.
+            total += read * full / max(1, user.arrays[0].padded_bytes)
         elif opcode == "fusion":
             inner = scope.inside(user)
             numbers = [n for n, name in enumerate(user.operands) if name == value.name]
