@@ -75,6 +75,55 @@ def test_a_gradient_is_summed_over_the_axis_of_the_rows():
     assert found.waits_s == pytest.approx(summed)
 
 
+@pytest.mark.parametrize(
+    ("topology", "num_devices", "kind"),
+    [("v5e-8", 8, "reduce-scatter"), ("v5e-16", 16, "all-reduce")],
+)
+def test_a_gradient_of_split_weights_is_scattered_where_the_compiler_does(
+    topology, num_devices, kind
+):
+    """A sum over a complete 4x4 slice is an all-reduce, of which each device keeps its part."""
+
+    def step(w, x):
+        return w - jax.grad(lambda w: (x @ w).astype(jnp.float32).mean())(w)
+
+    devices = network(topology, fsdp=num_devices)
+    inputs = ((WIDTH, WIDTH), (("fsdp",), ())), ((8 * ROWS, WIDTH), (("fsdp",), ()))
+    found = estimate(program(step, *inputs, replaced=(0,)), devices)
+    summed = devices.seconds(kind, 2.0 * WIDTH * WIDTH, frozenset(["fsdp"]))
+    assert found.waits_s == pytest.approx(summed)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_weights_of_one_shape_share_the_sharding_of_a_constant(is_first):
+    """The compiler merges equal constants, so it exchanges the second of two such weights."""
+
+    def step(a, b):
+        return [0.5 * x if is_first else x * 0.5 for x in (a, b)]
+
+    devices = network(tensor=8)
+    inputs = [((WIDTH, WIDTH), axes) for axes in (((), ("tensor",)), (("tensor",), ()))]
+    found = estimate(program(step, *inputs, replaced=(0, 1)), devices)
+    part = 2.0 * WIDTH * WIDTH / 8
+    exchange = devices.seconds("all-to-all", part, frozenset(["tensor"]))
+    assert found.waits_s == pytest.approx(2 * exchange if is_first else 0)
+
+
+def test_an_exchange_of_two_axes_sends_whole_parts():
+    def step(a, b):
+        return 0.5 * a, 0.5 * b
+
+    devices = network(data=2, fsdp=2, tensor=2)
+    inputs = [
+        ((WIDTH, WIDTH), (("fsdp",), ("tensor",))),
+        ((WIDTH, WIDTH), (("tensor",), ("fsdp",))),
+    ]
+    found = estimate(program(step, *inputs, replaced=(0, 1)), devices)
+    part = 2.0 * WIDTH * WIDTH / 4
+    sent = devices.seconds("collective-permute", part, frozenset(["fsdp", "tensor"]))
+    assert found.waits_s == pytest.approx(2 * sent)
+
+
 def test_a_manual_permute_sends_to_the_next_device():
     devices = network(ring=4, data=2)
     automatic = (jax.sharding.AxisType.Auto,) * 2

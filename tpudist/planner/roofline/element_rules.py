@@ -39,7 +39,9 @@ class ElementRules(WalkState):
             shapes = [self.block.arrays[i].shape for i in operation.inputs]
             same = [len(shape) == len(array.shape) for shape in shapes]
             full = [v for v, shape in zip(values, shapes, strict=True) if shape == array.shape]
-            axes = self._join(full, array, self.wanted[number])
+            own = self._join(full, array, self.wanted[number])
+            axes = hints.link(self.block, operation, own, self.links)
+            self.is_relinked |= axes != own
             result = self.local(array, axes)
             moved = [
                 self.reshard(v, _where_whole(axes, shape, array.shape)) if fits else v

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from tpudist.array_types import Shape
 from tpudist.planner.roofline.operation_blocks import Block, Operation
 from tpudist.planner.roofline.sharded_value import (
     Axes,
@@ -18,11 +19,15 @@ from tpudist.planner.roofline.sharded_value import (
     fit,
     local_shape,
     reshape_axes,
+    unsplit,
 )
 from tpudist.programs import elementwise
 from tpudist.programs.jaxpr_structure import Scan
 
 ELEMENTWISE = elementwise.ALL
+Key = tuple[int | bytes, Shape]
+Links = dict[Key | None, Axes]
+"""Axes of the arrays that repeat a scalar, by the scalar and the shape."""
 
 
 def axes_of_spec(spec: Any, rank: int) -> Axes:
@@ -36,7 +41,11 @@ def axes_of_spec(spec: Any, rank: int) -> Axes:
 
 
 def find(
-    block: Block, outputs: Sequence[Axes | None], sizes: Sizes, traced: Sizes
+    block: Block,
+    outputs: Sequence[Axes | None],
+    sizes: Sizes,
+    traced: Sizes,
+    links: Links,
 ) -> list[Axes | None]:
     """Returns the axes that the users of each value ask for; None for a value without a request.
 
@@ -45,12 +54,54 @@ def find(
         outputs: Requests for the outputs.
         sizes: Sizes of the mesh axes.
         traced: Sizes of the mesh axes in the trace.
+        links: Axes of the arrays that repeat a scalar, which it completes.
     """
+    found = _find(block, outputs, sizes, traced, links)
+    for operation in block.operations:
+        axes = found[operation.outputs[0]] if operation.scalar is not None else None
+        if axes is not None:
+            link(block, operation, axes, links)
+    return _find(block, outputs, sizes, traced, links) if links else found
+
+
+def link(block: Block, operation: Operation, axes: Axes, links: Links) -> Axes:
+    """Returns the axes of an operation on elements, given those of its other operands.
+
+    The TPU compiler merges equal constants before it decides shardings. So operations with the same
+    scalar and shape share an operand, and the first of them that is split decides its sharding. The
+    others get it where nothing else splits them, or if the scalar is their first operand (the order
+    of `aggressive_factor_propagation.cc` of Shardy).
+    """
+    key = key_of(block, operation)
+    if key is None or (key not in links and not any(axes)):
+        return axes
+    shared = links.setdefault(key, axes)
+    first, second = (shared, axes) if operation.scalar_is_first else (axes, shared)
+    taken = {name for names in first for name in names}
+    return tuple(
+        a or tuple(name for name in b if name not in taken)
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def key_of(block: Block, operation: Operation) -> Key | None:
+    """Returns what identifies the array that repeats a scalar operand; None without one."""
+    if operation.scalar is None:
+        return None
+    return operation.scalar, block.arrays[operation.outputs[0]].shape
+
+
+def _find(
+    block: Block, outputs: Sequence[Axes | None], sizes: Sizes, traced: Sizes, links: Links
+) -> list[Axes | None]:
     found: list[Axes | None] = [None] * len(block.arrays)
     for number, axes in zip(block.outputs, outputs, strict=True):
         found[number] = found[number] or axes
     for operation in reversed(block.operations):
         wanted = [found[i] for i in operation.outputs]
+        key = key_of(block, operation)
+        if key in links:
+            wanted[0] = link(block, operation, wanted[0] or unsplit(len(links[key])), links)
         requests: Requests = ()
         if operation.name == "optimization_barrier":
             requests = list(zip(operation.inputs, wanted, strict=True))

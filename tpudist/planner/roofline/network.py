@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -39,6 +40,18 @@ class Network:
         self._dcn_bytes_per_s = chip.dcn_bytes_per_s / chip.devices_per_chip
         self.seconds = functools.cache(self._seconds)
 
+    def scatters_sums(self, axes: frozenset[str]) -> bool:
+        """Returns whether a sum of which each device needs a part is a reduce-scatter.
+
+        By programs of libtpu 0.0.50: it is, except over a complete slice of three dims (v4, v5p) or
+        of two equal ones (4x4, 8x8, 16x16 of v5e and v6e), which adds up everything.
+        """
+        group, _ = self._group(axes)
+        dims = [size for size in self._torus.shape if size > 1]
+        is_complete = len(group) * self.num_slices == self._positions.size
+        is_even = len(dims) > 2 or (len(dims) == 2 and dims[0] == dims[1] > 2)
+        return not (is_complete and is_even)
+
     def _seconds(self, kind: str, num_bytes: float, axes: frozenset[str]) -> float:
         """Returns the time of a collective of `num_bytes` along mesh axes.
 
@@ -46,13 +59,24 @@ class Network:
         """
         group, num_slices = self._group(axes)
         groups: tuple[tuple[int, ...], ...] = (group,)
-        if kind == "collective-permute":  # each device sends to the next one
-            groups = tuple(zip(group, (*group[1:], group[0]), strict=True))
+        if kind == "collective-permute":
+            groups = tuple(zip(group, self._receivers(group, axes), strict=True))
         seconds = self._torus.route(kind, num_bytes, groups).seconds
         if num_slices > 1:
             sent = links.bytes_per_device(kind, num_bytes / len(group), num_slices)
             seconds += sent / (self._dcn_bytes_per_s * links.dcn_share(kind))
         return seconds
+
+    def _receivers(self, group: Sequence[int], axes: frozenset[str]) -> list[int]:
+        """Returns the next device of each, or along two axes the device after they are swapped."""
+        first, *others = [size for name, size in self.sizes.items() if name in axes]
+        if len(others) != 1:
+            return [*group[1:], group[0]]
+        small, large = sorted((first, *others))
+        # The larger axis is `small` parts of it, each of the remaining size.
+        shape = (small, large // small, small) if first == large else (small, small, large // small)
+        swapped = np.array(group).reshape(shape).swapaxes(0, 2 if first == large else 1)
+        return swapped.ravel().tolist()
 
     @functools.cache  # noqa: B019  (a network lives as long as one ranking)
     def _group(self, axes: frozenset[str]) -> tuple[tuple[int, ...], int]:

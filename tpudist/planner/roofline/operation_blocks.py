@@ -9,7 +9,7 @@ import numpy as np
 
 from tpudist.array_types import Shape
 from tpudist.planner.roofline.sharded_value import Axes
-from tpudist.programs import equation_layouts, flat_program, jaxprs
+from tpudist.programs import elementwise, equation_layouts, flat_program, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Kernel, Scan, Structure, While
 
 
@@ -34,6 +34,8 @@ class Operation:
         structure: Programs inside it; None if it contains none.
         bodies: These programs.
         last_uses: Numbers that no later operation uses.
+        scalar: Identifies a scalar operand that is repeated for all elements; None without one.
+        scalar_is_first: Whether it is the first operand.
     """
 
     name: str
@@ -43,6 +45,8 @@ class Operation:
     structure: Structure | None
     bodies: tuple["Block", ...]
     last_uses: tuple[int, ...]
+    scalar: int | bytes | None = None
+    scalar_is_first: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +117,7 @@ def read(program: jaxprs.Program) -> Block:
         if step.eqn.effects or not needed.isdisjoint(step.outputs):
             kept.append(step)
             needed.update(step.inputs)
+    scalars = _find_scalars(flat, arrays)
     uses = [0] * flat.num_values
     for number in flat.outputs:
         uses[number] += 1
@@ -125,6 +130,11 @@ def read(program: jaxprs.Program) -> Block:
         for number in step.inputs:
             uses[number] += 1
         structure = equation_layouts.structure_of(step.eqn)
+        scalar, is_first = None, False
+        if step.eqn.primitive.name in elementwise.ALL and arrays[step.outputs[0]].shape:
+            number = next((i for i in step.inputs if i in scalars), None)
+            if number is not None:
+                scalar, is_first = scalars[number], number == step.inputs[0]
         operations.append(
             Operation(
                 step.eqn.primitive.name,
@@ -134,6 +144,8 @@ def read(program: jaxprs.Program) -> Block:
                 structure,
                 tuple(map(read, _bodies(step.eqn, structure))),
                 last_uses,
+                scalar,
+                is_first,
             )
         )
     ordered = tuple(arrays.get(i, Array((), 0)) for i in range(flat.num_values))
@@ -146,6 +158,18 @@ def read(program: jaxprs.Program) -> Block:
         tuple(flat.constants),
         frozenset(_find_accumulated(operations, flat.inputs, uses)),
     )
+
+
+def _find_scalars(
+    flat: flat_program.FlatProgram, arrays: dict[int, Array]
+) -> dict[int, int | bytes]:
+    """Returns what identifies each scalar, and each array that repeats one."""
+    found: dict[int, int | bytes] = {i: i for i, x in arrays.items() if not x.shape}
+    found |= {i: np.asarray(x).tobytes() for i, x in flat.constants.items() if i in found}
+    for step in flat.steps:
+        if step.eqn.primitive.name == "broadcast_in_dim" and step.inputs[0] in found:
+            found[step.outputs[0]] = found[step.inputs[0]]
+    return found
 
 
 def _find_accumulated(

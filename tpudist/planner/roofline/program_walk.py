@@ -8,8 +8,9 @@ The rules, fixed before any comparison with compiled programs:
    products, or its bytes at the rate of HBM. The last operation on elements is part of it.
 3. An operand that is split over an axis which the product does not sum or keep is gathered; a
    gathered value is used again in the same block. Devices add up sums over an axis with an
-   all-reduce, also where each needs only its part, as the compiled program does. It runs where the
-   product is; over replicas it runs once, where the state changes.
+   all-reduce, or with a reduce-scatter where each needs only its part
+   (`Network.scatters_sums`). It runs where the product is; over replicas it runs once, where the
+   state changes. Operations with the same scalar operand and shape are split alike (`hints.link`).
 4. Gathers run in parallel with the products of their block on chips that do so. Everything else is
    waited for. Sums of less than 1 MiB in a block start together.
 5. Memory contains the arguments, each value until its last use, and the results of loops. The

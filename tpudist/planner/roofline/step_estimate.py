@@ -81,7 +81,11 @@ def estimate(program: StepProgram, network: Network, microbatches: int = 1) -> S
     lazy = frozenset((_STAND_IN,)) if program.stands_in else frozenset[str]()
     walk = Walk(block, network, program.traced, lazy)
     wanted = [None if i is None else axes[i] for i in program.replaced]
-    walk.run(inputs, wanted, [i is not None for i in program.replaced])
+    in_place = [i is not None for i in program.replaced]
+    walk.run(inputs, wanted, in_place)
+    if walk.is_relinked:  # the requests of a second walk follow the operations of the first
+        walk = Walk(block, network, program.traced, lazy, links=walk.links)
+        walk.run(inputs, wanted, in_place)
     cost, chip = walk.cost, network.chip
     # A device whose rows do not divide by the microbatches computes padding.
     rows = [x.shape[0] for x in inputs if x.shape and not x.is_state and x.axes[0]]

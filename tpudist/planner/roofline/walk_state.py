@@ -72,6 +72,8 @@ class WalkState(abc.ABC):
         depth: Number of loops around the block.
         values: The values so far, by number.
         wanted: Axes that the users of each value ask for.
+        links: Axes of the arrays that repeat a scalar.
+        is_relinked: Whether such an array changed the axes of an operation.
         cost: Cost so far.
     """
 
@@ -82,11 +84,14 @@ class WalkState(abc.ABC):
         traced: Sizes,
         lazy: frozenset[str],
         depth: int = 0,
+        links: hints.Links | None = None,
     ):
         self.block, self.network, self.traced = block, network, traced
         self.sizes, self.lazy, self.depth = network.sizes, lazy, depth
         self.values: list[Value | None] = [None] * len(block.arrays)
         self.wanted: list[Axes | None] = []
+        self.links: hints.Links = links or {}
+        self.is_relinked = False
         self.cost = Cost()
         self._live_bytes = 0.0
         self._gathered: dict[Any, Value] = {}
@@ -106,7 +111,7 @@ class WalkState(abc.ABC):
             in_place: Whether each output replaces an input.
         """
         block = self.block
-        self.wanted = hints.find(block, wanted, self.sizes, self.traced)
+        self.wanted = hints.find(block, wanted, self.sizes, self.traced, self.links)
         for number, value in zip(block.inputs, inputs, strict=True):
             self._store(number, value)
         for number in block.constants:
@@ -276,9 +281,6 @@ class WalkState(abc.ABC):
             return value
         wanted = target or value.axes
         shape, split = list(value.shape), list(value.axes)
-        # Over slices and replicas, only the part is summed that a device keeps.
-        inner = frozenset(axes - self.lazy)
-        self.communicate("all-reduce", value.num_bytes, inner)
         for dim, names in enumerate(wanted):
             for name in names:
                 if name in axes and name not in names_in(tuple(split)):
@@ -286,6 +288,14 @@ class WalkState(abc.ABC):
                         shape[dim] //= self.sizes[name]
                         split[dim] += (name,)
         summed = Value(tuple(shape), tuple(split), value.item_bytes, value.partial - axes)
+        # Over slices and replicas, only the part is summed that a device keeps.
+        inner = frozenset(axes - self.lazy)
+        kept = inner & names_in(summed.axes) - names_in(value.axes)
+        if kept and self.network.scatters_sums(inner):
+            self.communicate("reduce-scatter", value.num_bytes, kept)
+            self.communicate("all-reduce", summed.num_bytes, inner - kept)
+        else:
+            self.communicate("all-reduce", value.num_bytes, inner)
         self.communicate("all-reduce", summed.num_bytes, frozenset(axes & self.lazy))
         for buffer in value.reads:  # the sum of a new value takes its memory
             if not buffer.users:
@@ -323,13 +333,28 @@ class WalkState(abc.ABC):
         if found is not None:
             return dataclasses.replace(found, origin=value.origin)
         if moved:
-            self.communicate("all-to-all", max(value.num_bytes, result.num_bytes), frozenset(moved))
+            self._exchange(value, result, moved)
         if lost:
             self.communicate("all-gather", result.num_bytes, lost)
         gathered = self.new_value(result)
         if not value.partial:
             self._gathered[key] = gathered
         return gathered
+
+    def _exchange(self, value: Value, result: Value, moved: set[str]) -> None:
+        """Adds the exchange of a value whose dims are split by other axes than before."""
+        num_bytes, axes = max(value.num_bytes, result.num_bytes), frozenset(moved)
+        dims = {dim for dim, names in enumerate(value.axes) if moved & {*names}}
+        if len(dims) == 1:
+            self.communicate("all-to-all", num_bytes, axes)
+            return
+        # Two dims swap their axes: the devices of equal parts swap their values. If one axis is
+        # larger, its rest moves by an all-to-all, and the parts move once more.
+        self.communicate("collective-permute", num_bytes, axes)
+        if value.shape != result.shape:
+            larger = max(moved, key=lambda name: self.sizes[name])
+            self.communicate("all-to-all", num_bytes, frozenset((larger,)))
+            self.communicate("collective-permute", num_bytes, axes)
 
     def local(self, array: Array, axes: Axes) -> Value:
         """Returns a value of this shape with axes; it reads nothing."""

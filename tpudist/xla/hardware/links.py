@@ -114,6 +114,9 @@ class Torus:
     Args:
         mesh: Mesh of TPU devices.
         chip: Chip of the devices.
+
+    Attributes:
+        shape: Number of chips along each axis of the grid.
     """
 
     def __init__(self, mesh: Mesh, chip: Chip):
@@ -123,9 +126,9 @@ class Torus:
         self._coords = np.array(coords).reshape(len(devices), -1)
         self._slices = np.array([slice_index(device) for device in devices])
         # The mesh may leave out chips of the slice, so the largest coordinates give the shape.
-        self._shape = tuple(int(size) + 1 for size in self._coords.max(axis=0))
-        wrapped = chip.ring_axes(self._shape[: chip.torus_dims])
-        self._wrapped = (*wrapped, *(False,) * (len(self._shape) - len(wrapped)))
+        self.shape = tuple(int(size) + 1 for size in self._coords.max(axis=0))
+        wrapped = chip.ring_axes(self.shape[: chip.torus_dims])
+        self._wrapped = (*wrapped, *(False,) * (len(self.shape) - len(wrapped)))
         # A loop asks for the same groups many times. Caches of the class would keep objects alive.
         self._spans = functools.cache(self._find_spans)
         self._permute_loads = functools.cache(self._follow_pairs)
@@ -188,7 +191,7 @@ class Torus:
         coords = self._coords[list(groups[0])]
         num_chips = len(np.unique(coords, axis=0))
         spans = []
-        for axis, length in enumerate(self._shape):
+        for axis, length in enumerate(self.shape):
             positions = np.unique(coords[:, axis])
             if len(positions) < 2:
                 continue
@@ -212,7 +215,7 @@ class Torus:
         max_hops, inside = 0, False
         for source, target in pairs:
             position, hops = list(coords[source]), 0
-            for axis, length in enumerate(self._shape):
+            for axis, length in enumerate(self.shape):
                 distance = coords[target][axis] - position[axis]
                 # On a ring, go the shorter way around.
                 if self._wrapped[axis] and abs(distance) * 2 > length:
