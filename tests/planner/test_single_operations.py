@@ -77,6 +77,31 @@ def _loop(length, x):
     )(length, x)
 
 
+def _pipeline(x, w):
+    """A product with a pipeline of its own in one step of the grid."""
+
+    def kernel(x, w, y):
+        def body(x, w, y):
+            @pl.when(pl.program_id(2) == 0)
+            def _():
+                y[...] = jnp.zeros_like(y)
+
+            y[...] += jnp.dot(x[...], w[...], preferred_element_type=F32)
+
+        pltpu.emit_pipeline(
+            body,
+            grid=(2, 4, 8),
+            in_specs=[
+                pl.BlockSpec((1024, 256), lambda i, j, k: (i, k)),
+                pl.BlockSpec((256, 512), lambda i, j, k: (k, j)),
+            ],
+            out_specs=[pl.BlockSpec((1024, 512), lambda i, j, k: (i, j))],
+        )(x, w, y)
+
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    return pl.pallas_call(kernel, out_shape=SQUARE, in_specs=[hbm] * 2, out_specs=hbm)(x, w)
+
+
 def _recur(h, xs):
     return lax.associative_scan(lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1]), (h, xs))
 
@@ -286,6 +311,12 @@ OPERATIONS = {
         None,
     ),
     "kernel with a loop": (_loop, (_of(1, dtype=I32), _of(512, 512)), None),
+    # Each row of blocks of `x` is read 4 times, and each column of blocks of `w` twice.
+    "kernel with a pipeline": (
+        _pipeline,
+        (_of(2048, 2048, dtype=BF16), _of(2048, 2048, dtype=BF16)),
+        2048**2 * (2 * (4 + 2) + 4),
+    ),
     "softmax": (jax.nn.softmax, (_of(2048, 8192, dtype=BF16),), None),
     "normalization": (
         lambda x: (x - x.mean(-1, keepdims=True)) / x.std(-1, keepdims=True),

@@ -42,6 +42,7 @@ INTERNAL = {
     "_Abandoned": "the result of the search so far",
     "_CannotTrace": "the operation of the library stays",
     "_Enough": "the call of `fit` ends, with its first batches",
+    "_UnknownCopies": "operands of a kernel with unknown copies count once",
     "_UnknownLayout": "unknown values may differ between replicas",
 }
 

@@ -183,7 +183,7 @@ def _dot(eqn: Any) -> float:
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[dim] for dim in contracted)
 
 
-def _scaled_matmul(eqn: Any) -> float:
+def _product_of_rows(eqn: Any) -> float:
     return 2.0 * math.prod(eqn.outvars[0].aval.shape) * eqn.invars[0].aval.shape[-1]
 
 
@@ -231,7 +231,7 @@ def _group_dot(eqn: Any) -> float:
 PRODUCTS = {
     "dot_general": _dot,
     "scaled_dot": _dot,
-    "scaled_matmul_wrapper": _scaled_matmul,
+    "scaled_matmul_wrapper": _product_of_rows,
     "ragged_dot_general": _group_dot,
     "conv_general_dilated": _convolution,
 }

@@ -26,7 +26,8 @@ programs:
    - A step that copies a block waits for it, at least 0.35 us: with blocks of 128, the products of
      docs.jax.dev/en/latest/pallas/tpu/matmul.html take 11.77 ms for 32,768 steps and 91.84 ms for
      262,144 on v5e, where the smallest call takes 0.1 ms. That is four times the cycles of its
-     machine program, so it is the latency of the memory, and the same for all chips.
+     machine program, so it is the latency of the memory, and the same for all chips. A kernel that
+     starts copies itself waits as long each time (`kernel_copies` counts them).
    - If a chip of v4 or v5p is one device, its two cores share the steps, if the grid has a parallel
      axis; else one of them runs all
      (docs.jax.dev/en/latest/pallas/tpu/pipelining.html, "TPUs in Megacore configuration").
@@ -242,19 +243,14 @@ class Rates:
             share = kernels.share_of_steps(module, kernel)
             work_s, copies_s = self._grid_s(body, work_s, share)
         seconds = max(work_s, copies_s, num_bytes / self.hbm_bytes_per_s)
-        guess = ""
-        if kernels.has_unknown_work(module, kernel):
-            is_loop = kernels.flops(module, kernel) is not None
-            guess = "custom kernel, " + (
-                "one iteration of its loops" if is_loop else "by its bytes"
-            )
+        unknown = kernels.unknown_work(module, kernel)
         return Price(
             seconds=seconds,
             kind="kernel",
             flops=num_flops,
             hbm_bytes=num_bytes,
             peak_s=at_rate_s * self.matmul_share,
-            guess=guess,
+            guess=f"custom kernel, {unknown}" if unknown else "",
             waits_for_blocks=copies_s >= seconds,
         )
 

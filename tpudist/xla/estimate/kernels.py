@@ -61,18 +61,23 @@ def share_of_steps(module: Module, instruction: Instruction) -> float:
     return attention_share(match[0], operands, instruction.attributes) if match else 1.0
 
 
-def has_unknown_work(module: Module, instruction: Instruction) -> bool:
-    """Returns whether the operations of a kernel are unknown, or those of a loop in it."""
+def unknown_work(module: Module, instruction: Instruction) -> str:
+    """Returns how a kernel counts whose operations or copies are unknown; empty for others."""
     if flops(module, instruction) is None:
-        return True
-    found = None if _ESTIMATE.search(instruction.attributes) else body(instruction)
-    return found is not None and found.has_unknown_loops
+        return "by its bytes"
+    found = body(instruction)
+    if found is None:
+        return ""
+    if found.has_unknown_loops and not _ESTIMATE.search(instruction.attributes):
+        return "one iteration of its loops"
+    return "one copy of each operand" if found.num_waits is None else ""
 
 
 def block_bytes(module: Module, instruction: Instruction) -> float | None:
     """Returns the bytes of all blocks that a kernel copies from and to HBM; None if unknown.
 
-    A block is copied again whenever its place changes from one step of the grid to the next.
+    A block is copied again whenever its place changes from one step of the grid to the next. If
+    the copies that a kernel starts itself are unknown, their operands count once.
     """
     found = None if _attention(instruction) else body(instruction)
     if found is None:
@@ -81,11 +86,12 @@ def block_bytes(module: Module, instruction: Instruction) -> float | None:
     arrays = [*operands[found.num_prefetched :], *instruction.arrays]
     if len(arrays) != len(found.blocks):
         return None
-    return sum(
-        block.num_bytes * block.num_copies if block.in_vmem else array.padded_bytes
-        for block, array in zip(found.blocks, arrays, strict=True)
-        if array.memory_space == shapes.HBM
-    )
+    total = 0.0
+    for block, array in zip(found.blocks, arrays, strict=True):
+        if array.memory_space == shapes.HBM:
+            once = array.padded_bytes if block.copied_bytes is None else block.copied_bytes
+            total += block.num_bytes * block.num_copies if block.in_vmem else once
+    return total
 
 
 def narrowest_dim(module: Module, instruction: Instruction) -> int | None:

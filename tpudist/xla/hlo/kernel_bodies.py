@@ -11,11 +11,13 @@ import functools
 import math
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from jax.experimental.mosaic.dialects import tpu
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
+
+from tpudist.xla.hlo import kernel_copies
 
 _BODY = re.compile(r'"body":"([^"]+)"')
 _CONTRACTED = re.compile(r"dot_dimension_numbers<\[([\d, ]*)\]")
@@ -62,11 +64,13 @@ class Block:
         num_bytes: Size of the block.
         num_copies: Times that a run of the kernel copies it: once for each change of its place.
         in_vmem: Whether it is copied to VMEM; else the kernel copies its parts itself.
+        copied_bytes: Bytes that the kernel copies itself from or to it; None if unknown.
     """
 
     num_bytes: float
     num_copies: float
     in_vmem: bool
+    copied_bytes: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +85,7 @@ class KernelBody:
         blocks: Blocks of its operands and results, in order.
         is_parallel: Whether the cores of a chip may share the steps.
         has_unknown_loops: Whether a step has loops of unknown length, which count once.
+        num_waits: Times that the kernel waits for copies that it starts itself; None if unknown.
     """
 
     num_steps: float
@@ -90,11 +95,13 @@ class KernelBody:
     blocks: tuple[Block, ...]
     is_parallel: bool = False
     has_unknown_loops: bool = False
+    num_waits: int | None = 0
 
     @property
     def num_copying_steps(self) -> float:
-        """Steps before which a block is copied."""
-        return max((block.num_copies for block in self.blocks if block.in_vmem), default=0.0)
+        """Steps before which a block is copied, and waits for other copies."""
+        copies = (block.num_copies for block in self.blocks if block.in_vmem)
+        return max(copies, default=0.0) + (self.num_waits or 0)
 
     @property
     def flops(self) -> float:
@@ -147,18 +154,22 @@ def _read_main(main: ir.Operation, functions: dict[str, ir.Operation]) -> Kernel
     grid = _integers(main, "iteration_bounds")
     if _DYNAMIC in grid:
         return None
-    num_prefetched = 0
-    if "scalar_prefetch" in main.attributes:
-        num_prefetched = ir.IntegerAttr(main.attributes["scalar_prefetch"]).value
+    num_prefetched = _integer(main, "scalar_prefetch")
     counter = _Counter()
     counter.count(main.regions[0].blocks[0], 1.0)
-    blocks = []
+    copies = kernel_copies.count(main, grid, _bits_of_name)
+    blocks, arguments = [], list(main.regions[0].blocks[0].arguments)[len(grid) + num_prefetched :]
     if "window_params" in main.attributes:
-        arguments = list(main.regions[0].blocks[0].arguments)[len(grid) + num_prefetched :]
-        windows = ir.ArrayAttr(main.attributes["window_params"])
-        # Scratch memory follows the operands and results.
-        for argument, window in zip(arguments, windows, strict=False):
-            blocks.append(_read_block(argument.type, window, grid, functions))
+        windows = [ir.DictAttr(x) for x in ir.ArrayAttr(main.attributes["window_params"])]
+    else:
+        windows = [{}] * (len(arguments) - _integer(main, "scratch_operands"))
+    # Scratch memory follows the operands and results.
+    for argument, window in zip(arguments, windows, strict=False):
+        block = _read_block(argument.type, window, grid, functions)
+        if not block.in_vmem and copies is not None:
+            copied = copies.num_bytes[argument.arg_number]
+            block = dataclasses.replace(block, copied_bytes=copied)
+        blocks.append(block)
     return KernelBody(
         float(math.prod(grid)),
         tuple(counter.products),
@@ -167,17 +178,20 @@ def _read_main(main: ir.Operation, functions: dict[str, ir.Operation]) -> Kernel
         tuple(blocks),
         "<parallel>" in str(main.attributes.get("dimension_semantics")),
         counter.has_unknown_loops,
+        None if copies is None else copies.num_waits,
     )
 
 
 def _read_block(
-    memory: ir.Type, window: ir.Attribute, grid: list[int], functions: dict[str, ir.Operation]
+    memory: ir.Type,
+    window: Mapping[str, ir.Attribute] | ir.DictAttr,
+    grid: list[int],
+    functions: dict[str, ir.Operation],
 ) -> Block:
     shaped = ir.MemRefType(memory)
-    fields = ir.DictAttr(window)
     transform = None
-    if "transform_indices" in fields:
-        transform = functions.get(str(fields["transform_indices"]).removeprefix("@"))
+    if "transform_indices" in window:
+        transform = functions.get(str(window["transform_indices"]).removeprefix("@"))
     num_copies = 1.0
     if transform is not None:
         # The grid runs in order, its last axis fastest. A block stays until its place changes.
@@ -297,6 +311,11 @@ def _integers(operation: ir.Operation, name: str) -> list[int]:
     if name not in operation.attributes:
         return []
     return [int(number) for number in ir.DenseI64ArrayAttr(operation.attributes[name])]
+
+
+def _integer(operation: ir.Operation, name: str) -> int:
+    found = name in operation.attributes
+    return ir.IntegerAttr(operation.attributes[name]).value if found else 0
 
 
 def _bits_of_name(name: str) -> int:
