@@ -91,6 +91,15 @@ def test_a_search_without_compiles_ranks_all_candidates_by_their_estimates():
     assert "fsdp" in result.estimated[0].candidate.name
 
 
+def test_estimates_of_a_layout_do_not_depend_on_the_other_layouts():
+    """A trace with all axes at once may have no room for replicas."""
+    cube = {"expert": 2, "fsdp": 2, "tensor": 2}
+    given = {"max_compiles": 0, "geometries": [{}]}
+    (alone,) = search(make_small_transformer, **given).estimated
+    both = search(make_small_transformer, **given | {"geometries": [{}, cube]}).estimated
+    assert alone.estimate in [x.estimate for x in both]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("make_step", [make_mlp, make_small_transformer])
 def test_estimates_rank_layouts_as_compiled_plans_do(make_step):

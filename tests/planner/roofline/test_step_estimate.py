@@ -43,6 +43,16 @@ def test_a_product_takes_its_operations_at_the_rate_of_its_chip():
     assert found.waits_s == 0
 
 
+def test_operands_that_are_all_repeated_split_their_result():
+    def step(x, y, w):
+        return (x * y) @ w
+
+    devices = network(data=8)
+    rows = (ROWS, 1), (("data",), ())
+    step = program(step, rows, ((1, WIDTH), ((), ())), ((WIDTH, WIDTH), ((), ())))
+    assert estimate(step, devices).flops == 2 * ROWS * WIDTH * WIDTH / 8
+
+
 def test_a_product_over_a_split_dim_is_summed():
     devices = network(tensor=8)
     step = program(

@@ -39,6 +39,8 @@ class ElementRules(WalkState):
             shapes = [self.block.arrays[i].shape for i in operation.inputs]
             same = [len(shape) == len(array.shape) for shape in shapes]
             full = [v for v, shape in zip(values, shapes, strict=True) if shape == array.shape]
+            if not full:  # all operands are repeated along a dim
+                full = [v for v, fits in zip(values, same, strict=True) if fits]
             own = self._join(full, array, self.wanted[number])
             axes = hints.link(self.block, operation, own, self.links)
             self.is_relinked |= axes != own

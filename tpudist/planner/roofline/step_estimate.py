@@ -179,8 +179,12 @@ class Estimator:
         devices = candidate.devices
         key = (devices[0].device_kind, len(devices), candidate.remat, candidate.microbatches)
         key += (candidate.batch, *fixed.items())
+        has_replicas = math.prod(axes.values()) < len(devices)
         # First one trace for all layouts, then one for those with the same axes.
         for names in (self._names, sorted(axes)):
+            # With an axis of size 1 for the replicas, a function may leave out its constraints.
+            if has_replicas and self._count_replicas(candidate, names, fixed) == 1:
+                continue
             shared = (*key, *names)
             if shared not in self._programs:
                 self._programs[shared] = self._trace_for_all(candidate, names, fixed)
@@ -194,15 +198,23 @@ class Estimator:
         assert found is not None
         return found
 
+    def _count_replicas(
+        self, candidate: Any, names: Sequence[str], fixed: dict[str, int]
+    ) -> int | None:
+        """Returns the number of replicas of a trace for all sizes of the axes; None if no trace."""
+        size = math.prod(_traced_axes(names, fixed).values())
+        count, left_over = divmod(len(candidate.devices), size)
+        return None if left_over else count
+
     def _trace_for_all(
         self, candidate: Any, names: Sequence[str], fixed: dict[str, int]
     ) -> StepProgram | None:
         """Returns a trace that serves all sizes of the axes; None if there is none."""
         if _STAND_IN in names:
             return None
-        axes = {**dict.fromkeys((x for x in names if x not in _FIXED_AXES), 2), **fixed}
-        count, left_over = divmod(len(candidate.devices), math.prod(axes.values()))
-        if left_over:
+        axes = _traced_axes(names, fixed)
+        count = self._count_replicas(candidate, names, fixed)
+        if count is None:
             return None
         # All devices, because the function may derive its batch from their number. If the rows do
         # not divide by them, two of the stand-in suffice.
@@ -218,6 +230,10 @@ class Estimator:
             if size == 1 or any(_STAND_IN in names_in(x) for x in program.axes):
                 return dataclasses.replace(program, stands_in=True)
         return None
+
+
+def _traced_axes(names: Sequence[str], fixed: dict[str, int]) -> dict[str, int]:
+    return {**dict.fromkeys((x for x in names if x not in _FIXED_AXES), 2), **fixed}
 
 
 def trace_step(step: Sequence[Any]) -> StepProgram:
