@@ -161,10 +161,11 @@ def trace_step(
         mesh=mesh,
         partial=partial,
         returned={i: k for i, k in returned.items() if not placement.stacked[i]},
+        replaced=replaced,
         drifting=state.find_drifting(program, proof, returned, placement.stacked),
     )
     # Warnings.
-    _add_warnings(traced, call, inputs, full_program, full_found, proof, replaced, partial)
+    _add_warnings(traced, call, inputs, full_program, full_found, proof, partial)
     return traced
 
 
@@ -204,7 +205,6 @@ def _add_warnings(
     full_program: compile.ReplicaProgram,
     full_found: CallOutputs,
     proof: replica_agreement.Agreement,
-    replaced: dict[int, int],
     partial: PartialBatch | None,
 ) -> None:
     """Adds faults, warnings and shares of losses to a trace.
@@ -212,7 +212,6 @@ def _add_warnings(
     Args:
         full_program: Program for full batches, without masks.
         full_found: Its outputs.
-        replaced: All outputs that are new state, with the inputs that they replace.
     """
     strategy, variables = call.strategy, inputs.variables
     num_replicas = traced.mesh.num_replicas
@@ -230,7 +229,9 @@ def _add_warnings(
         and num_replicas > 1
         and (proof.sums or partial is not None or averages)
     ):
-        degrees = trace_warnings.find_degrees(call, variables, full_program, replaced, trace_larger)
+        degrees = trace_warnings.find_degrees(
+            call, variables, full_program, traced.replaced, trace_larger
+        )
     faults = () if degrees is None else degrees.faults
     fault = trace_warnings.choose_fault(call, variables, full_program, faults)
     if partial is not None:

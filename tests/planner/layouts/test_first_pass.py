@@ -15,6 +15,7 @@ from tpudist.models import next_token_loss
 from tpudist.models.parts.logical import axes
 from tpudist.models.presets import make_transformer
 from tpudist.models.transformer_config import TransformerConfig
+from tpudist.planner.roofline import step_estimate
 from tpudist.training.steps import make_train_step
 
 pytestmark = pytest.mark.libtpu
@@ -89,6 +90,20 @@ def test_a_search_without_compiles_ranks_all_candidates_by_their_estimates():
     assert times == sorted(times)
     assert result.best is None
     assert "fsdp" in result.estimated[0].candidate.name
+
+
+def test_new_state_replaces_its_own_input():
+    """An earlier weight of the same shape stays as it is."""
+    strategy = tpudist.TPUStrategy(devices=planner.devices("v5e-8"))
+    model = strategy.create_abstract(lambda: Mlp(width=16, depth=2))
+
+    def step(model, x):
+        model.layers[1].kernel[...] *= 0.5
+        return model(x).mean(axis=1)
+
+    rows = planner.GlobalBatch(jax.ShapeDtypeStruct((8, 16), jnp.bfloat16))
+    program = step_estimate.trace_step((strategy, step, (model, rows)))
+    assert program.replaced == (None, 3)  # bias 0, kernel 0, bias 1, kernel 1
 
 
 def test_estimates_of_a_layout_do_not_depend_on_the_other_layouts():

@@ -91,19 +91,6 @@ class StepProgram:
     stands_in: bool = False
 
 
-def find_replaced(block: Block, num_results: int) -> tuple[int | None, ...]:
-    """Returns the input that each output replaces: the first of its shape that is still free."""
-    free = list(range(len(block.inputs)))
-    replaced: list[int | None] = [None] * num_results
-    for number in block.outputs[num_results:]:
-        array = block.arrays[number]
-        match = next((i for i in free if block.arrays[block.inputs[i]] == array), None)
-        if match is not None:
-            free.remove(match)
-        replaced.append(match)
-    return tuple(replaced)
-
-
 @functools.lru_cache(maxsize=256)
 def read(program: jaxprs.Program) -> Block:
     """Returns the block of a program."""

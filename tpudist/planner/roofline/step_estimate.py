@@ -118,7 +118,7 @@ def trace(strategy: Any, fn: Callable[..., Any], args: Sequence[Any], kwargs: An
             _axes_of(x, block.arrays[number].shape)
             for x, number in zip(inputs, block.inputs, strict=True)
         ),
-        operation_blocks.find_replaced(block, traced.found.num_results),
+        tuple(map(traced.replaced.get, range(len(block.outputs)))),
         {str(name): size for name, size in mesh.shape.items()},
     )
 

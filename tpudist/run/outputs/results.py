@@ -156,6 +156,7 @@ class TracedStep:
         warnings: Warnings for the user, which the first run shows.
         returned: Outputs that are returned state, each with the number of its input after the
             Variables; see `returned_state`.
+        replaced: Outputs that are new state, each with the number of its input.
         drifting: Outputs that replace equal state and differ between replicas.
         faults: Values that do not match those on one device; see `degree_faults`.
         count_run: Counts a run, once other processes are known to run the same; see `first_run`.
@@ -172,6 +173,7 @@ class TracedStep:
     partial: RowsOfResults | None = None
     warnings: tuple["TraceWarning", ...] = ()
     returned: dict[int, int] = dataclasses.field(default_factory=dict)
+    replaced: dict[int, int] = dataclasses.field(default_factory=dict)
     drifting: dict[int, drift.Drift] = dataclasses.field(default_factory=dict)
     faults: tuple["Fault", ...] = ()
     count_run: Callable[[], None] | None = None
