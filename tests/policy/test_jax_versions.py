@@ -123,6 +123,11 @@ def key_of_trace_caches():
     assert len(calls) == 3
 
 
+def text_of_an_hlo_module():
+    text = jax.jit(jnp.sin).lower(1.0).compile().as_text()
+    assert internals.expand_hlo(text).startswith("HloModule jit_sin")
+
+
 def evaluation_of_operations():
     names = []
 
@@ -299,6 +304,7 @@ DOORS = {
     "Lowered._lowering and its parts": ("xla/compiler/lowered_program.py", lowered_programs),
     "jax._src.config.config_ext.Config": ("xla/internals.py", key_of_trace_caches),
     "jax._src.config.trace_context and its names": ("xla/internals.py", settings_of_traces),
+    "jaxlib._hlo.hlo_module_from_text": ("xla/internals.py", text_of_an_hlo_module),
     "jax._src.core.EvalTrace": ("xla/internals.py", evaluation_of_operations),
     "jax._src.config.config_states": ("xla/internals.py", settings_of_a_thread),
     "jax._src.sharding_impls.canonicalize_sharding and what takes its result": (

@@ -50,6 +50,11 @@ _KEEP_LAYOUT = (
     "If an update writes one row of a tile, the compiler keeps the value in another layout inside "
     "the loop. So"
 )
+_NO_CODE = (
+    "A quick plan: the compiler stopped before it generated machine code. Memory, without that of "
+    "the code, and collectives are the compiler's. It gave no cycles, so the time of computations "
+    "is less exact."
+)
 _WRITE_BLOCKS = (
     "write aligned blocks of 16 rows: read the block, replace the row, and write the block "
     "(docs/plan_a_server.md)."
@@ -67,6 +72,7 @@ class PlanRequest:
     cache: bool | str | Path
     in_process: bool
     calibration: Calibration | None = None
+    quick: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +158,7 @@ def plan_lowered(
         step.compiler_options,
         cache=request.cache,
         in_process=request.in_process,
+        quick=request.quick,
         report=report,
     )
     report("reading", 0.0)
@@ -162,7 +169,7 @@ def plan_lowered(
         *_notes_on_rates(request),
         *notes_on_flops,
         *figures.notes,
-        *_notes_on_cache(answer),
+        *_notes_on_answer(answer),
     )
     plan = Plan(
         name=step.name,
@@ -344,7 +351,7 @@ def _read_figures(
 ) -> _Figures:
     if answer.program is None:
         return _Figures()
-    module = hlo_module.parse(answer.program.text)
+    module = hlo_module.parse(answer.program.text, has_cycles=not answer.is_quick)
     inputs = input_roles.select_used(answer.program.text, step.inputs, step.num_donated)
     simulated = timeline.simulate(module, mesh, chip)
     time = None if chip is None else step_time.estimate(module, chip, simulated)
@@ -386,8 +393,10 @@ def _notes_on_rates(request: PlanRequest) -> list[str]:
     ]
 
 
-def _notes_on_cache(answer: compiler_query.Answer) -> list[str]:
+def _notes_on_answer(answer: compiler_query.Answer) -> list[str]:
     notes = []
+    if answer.is_quick:
+        notes.append(_NO_CODE)
     if answer.is_cached:
         notes.append(
             "The compiler was not called again: the plan uses its kept answer for this program."

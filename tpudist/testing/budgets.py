@@ -110,6 +110,7 @@ def _make_plan(
             kwargs,
             topology=topology,
             cache=False,
+            quick=True,
             progress=silent_progress,
         )
 

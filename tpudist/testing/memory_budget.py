@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tpudist.strategy.strategy import Strategy
 
 _NUM_LARGEST = 5
+_SURE_SHARE = 0.95  # of `max_bytes`: a program takes less than the rest
 
 
 def assert_fits(
@@ -45,7 +46,8 @@ def assert_fits(
             temporaries, gaps between them, and the program. None allows the whole memory.
         strategy: Strategy of the step; by default the one whose scope is entered. If there is none,
             the step is planned with `planner.plan`.
-        options: More arguments of `Strategy.plan` or `planner.plan`, such as `in_shardings`.
+        options: More arguments of `Strategy.plan` or `planner.plan`, such as `in_shardings`. The
+            plan is `quick` unless they say otherwise.
 
     Returns:
         The plan, for further checks.
@@ -56,7 +58,11 @@ def assert_fits(
         ValueError: If the memory is limited neither by `max_bytes` nor by a TPU slice.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
-    plan = _make_plan(strategy, step, args, kwargs, topology, options)
+    plan = _make_plan(strategy, step, args, kwargs, topology, {"quick": True} | options)
+    if max_bytes is not None and plan.memory and not plan.memory.program_bytes:
+        # The size of the program is unknown. If it decides, the compiler must finish.
+        if _SURE_SHARE * max_bytes < _num_reserved_bytes(plan.memory) <= max_bytes:
+            plan = _make_plan(strategy, step, args, kwargs, topology, options | {"quick": False})
     label = f"{plan.name} on {plan.topology}"
     if not plan.fits:
         raise AssertionError(f"{label} does not fit. {plan.refusal}")
@@ -66,11 +72,15 @@ def assert_fits(
             f"assert_fits: {label} has no limit, because the memory of these devices is unknown. "
             "Pass topology=, or max_bytes=."
         )
-    # Not only the bytes in use at the peak: gaps and the program must fit, too.
-    reserved = max(memory.allocated_bytes, memory.peak_bytes) + memory.program_bytes
+    reserved = _num_reserved_bytes(memory)
     if max_bytes is not None and reserved > max_bytes:
         raise AssertionError(_describe_excess(label, memory, reserved, max_bytes))
     return plan
+
+
+def _num_reserved_bytes(memory: MemoryReport) -> int:
+    # Not only the bytes in use at the peak: gaps and the program must fit, too.
+    return max(memory.allocated_bytes, memory.peak_bytes) + memory.program_bytes
 
 
 def _make_plan(

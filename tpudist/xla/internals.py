@@ -17,7 +17,7 @@ import numpy as np
 from jax._src import config, core, distributed, mesh, sharding_impls, xla_bridge
 from jax._src.interpreters import mlir, pxla
 from jax.extend import backend
-from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+from jaxlib import _hlo, _jax  # pyright: ignore[reportAttributeAccessIssue]
 
 _is_x64 = functools.partial(getattr, config.enable_x64, "value")
 # JAX aborts a process after this time without a heartbeat. tpudist detects lost processes itself
@@ -352,6 +352,11 @@ def set_in_thread(settings: list[tuple[Any, Any]]) -> None:
             update = getattr(setting, "_update_thread_local_hook", None)
             if update is not None:
                 update(None if value is config.config_ext.unset else value)
+
+
+def expand_hlo(text: str) -> str:
+    """Returns the text of an HLO module as `to_string` writes it, without short forms."""
+    return _hlo.hlo_module_from_text(text).to_string()
 
 
 def wrap_function(module: str, name: str, wrap: Callable[[Any], Any]) -> bool:

@@ -12,6 +12,7 @@ from kept_programs import jax_keeps_programs
 from tpudist.xla import topology
 from tpudist.xla.compiler import child, compiler_process, flags, jax_cache, lowered_program
 from tpudist.xla.compiler.compiler_process import CompilerDied, HbmExceeded
+from tpudist.xla.hlo import hlo_module
 
 pytestmark = pytest.mark.multiprocess
 WIDTH = 256
@@ -71,6 +72,26 @@ def test_another_process_compiles_the_same_program(name, num_devices):
     assert there.seconds > 0
     assert progress
     assert {what for what, _ in progress} <= {"starting the compiler", "compiling"}
+
+
+@pytest.mark.libtpu
+def test_a_quick_compile_differs_only_by_the_code_and_its_cycles():
+    lowered, mesh = _lowered(topology.devices("v5e:2x4"))
+    whole = compiler_process.compile_elsewhere(lowered, mesh.devices)
+    compiler_process.close_compilers()
+    quick = compiler_process.compile_elsewhere(lowered, mesh.devices, quick=True)
+    assert quick.buffers == whole.buffers
+    assert whole.memory.generated_code_bytes > quick.memory.generated_code_bytes == 0
+    for name in ("argument_bytes", "output_bytes", "alias_bytes"):
+        assert getattr(quick.memory, name) == getattr(whole.memory, name) > 0
+    modules = [hlo_module.parse(program.text) for program in (quick, whole)]
+    assert ["estimated_cycles" in x.text for x in (quick, whole)] == [False, True]
+    kinds = [[(x.opcode, x.shape) for x in m.entry.instructions.values()] for m in modules]
+    assert kinds[0] == kinds[1]
+    # A refusal comes before the machine code.
+    large, mesh = _lowered(topology.devices("v5e:2x4"), width=2**17)
+    with pytest.raises(HbmExceeded):
+        compiler_process.compile_elsewhere(large, mesh.devices, quick=True)
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ def search(
     tokens_per_step: int | None = None,
     model_flops: float | None = None,
     cache: bool | str | Path = True,
+    quick: bool = False,
     calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
@@ -95,6 +96,7 @@ def search(
         model_flops: Same as in `Strategy.plan`.
         cache: Same as in `Strategy.plan`. If False, a program of two candidates is still compiled
             only once.
+        quick: Same as in `Strategy.plan`.
         calibration: Same as in `Strategy.plan`.
         progress: Called with the current activity and its seconds. By default a terminal or a
             notebook shows them.
@@ -116,6 +118,7 @@ def search(
         "compiler_options": compiler_options,
         "tokens_per_step": tokens_per_step,
         "model_flops": model_flops,
+        "quick": quick,
         "calibration": measured,
     }
     started = time.monotonic()

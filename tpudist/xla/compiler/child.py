@@ -26,7 +26,6 @@ from typing import Any, BinaryIO
 
 # A message is this frame (the lengths of the JSON object and of the bytes), the object, the bytes.
 _FRAME = struct.Struct("<QQ")
-_TICK_S = 0.5
 _PARENT_VARIABLE = "TPUDIST_PARENT_PROCESS"  # has the parent's process id
 _MAX_READ_BYTES = 1 << 20  # at a time, so that ticks continue during a large answer
 # In the error about a dead process.
@@ -97,13 +96,15 @@ class Child:
         payload: bytes = b"",
         *,
         tick: Callable[[float], None] | None = None,
+        tick_s: float = 0.5,
     ) -> Answer:
         """Sends a request and waits for the answer. Any exception ends the process.
 
         Args:
             request: JSON object of the request.
             payload: Bytes of the request.
-            tick: Called about twice per second with the seconds since the request.
+            tick: Called with the seconds since the request, again and again.
+            tick_s: Seconds between two calls of `tick`.
 
         Raises:
             NotSent: If the process ended before it read the request.
@@ -111,7 +112,7 @@ class Child:
         """
         try:
             self._send(request, payload)
-            return self._receive(tick)
+            return self._receive(tick, tick_s)
         except BaseException:
             # The next answer of this process would belong to this request, so end it.
             self.close()
@@ -140,7 +141,7 @@ class Child:
             self._process.wait()
             raise NotSent(self._exit_reason(), self._last_output()) from None
 
-    def _receive(self, tick: Callable[[float], None] | None) -> Answer:
+    def _receive(self, tick: Callable[[float], None] | None, tick_s: float) -> Answer:
         assert self._process.stdout is not None
         started = time.monotonic()
         pipe = self._process.stdout.fileno()
@@ -152,7 +153,7 @@ class Child:
             while missing:
                 if tick:
                     tick(time.monotonic() - started)
-                if not selector.select(_TICK_S):
+                if not selector.select(tick_s):
                     continue
                 part = os.read(pipe, min(missing, _MAX_READ_BYTES))
                 if not part:

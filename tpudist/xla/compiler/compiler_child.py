@@ -5,6 +5,7 @@ partitions. The answer has the compiler's reports. libtpu runs in this process b
 process if one of its own checks fails.
 """
 
+import contextlib
 import dataclasses
 import tempfile
 import time
@@ -53,7 +54,8 @@ def _devices(slice_name: str, num_slices: int) -> list[jax.Device]:
 def _compile(request: dict[str, Any], bytecode: bytes, devices: list[jax.Device]) -> child.Answer:
     with mlir.make_ir_context():
         module = ir.Module.parse(bytecode)
-        with tempfile.TemporaryDirectory() as folder:
+        with contextlib.ExitStack() as stack:
+            folder = request["folder"] or stack.enter_context(tempfile.TemporaryDirectory())
             options = _options(request, module, folder)
             by_id = {device.id: device for device in devices}
             used = xla_client.DeviceList(tuple(by_id[i] for i in request["ids"]))

@@ -6,6 +6,7 @@ reused for the next program, because a start takes seconds, and it ends with thi
 """
 
 import atexit
+import contextlib
 import io
 import logging
 import os
@@ -32,6 +33,7 @@ Progress = Callable[[str, float], None]
 CompilerOptions = Mapping[str, bool | int | float | str]
 
 _CHILD = "tpudist.xla.compiler.compiler_child"
+_TICK_S = 0.1  # a compiler that generates code that is not needed uses all cores
 # "Ran out of memory on HBM, the total memory ..." or "... in memory space hbm. Used 20.1G of ...".
 _OUT_OF_HBM = ("CompileTimeHbmOom", "exceeds available HBM", "memory space hbm")
 _FORCED_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\S*")
@@ -57,6 +59,10 @@ class HbmExceeded(RuntimeError):
         self.text = "\n".join(filter(None, (message, *reports)))
 
 
+class _CodeBegins(Exception):
+    """The compiler begins to generate machine code, which is not needed."""
+
+
 class CompilerDied(RuntimeError):
     """The compiler's process ended without an answer; the message quotes its last output.
 
@@ -70,6 +76,7 @@ def compile_elsewhere(
     devices: Sequence[jax.Device] | np.ndarray,
     compiler_options: CompilerOptions | None = None,
     *,
+    quick: bool = False,
     progress: Progress | None = None,
 ) -> CompiledProgram:
     """Compiles a program with the TPU compiler in another process.
@@ -78,7 +85,9 @@ def compile_elsewhere(
         lowered: Program for the devices of `topology.devices`.
         devices: Devices of its mesh, in the order of the mesh (`mesh.devices.flat`).
         compiler_options: Same as in `jax.stages.Lowered.compile`; override those of `jax.jit`.
-        progress: Called about twice per second with the current activity and its seconds.
+        quick: Whether to end the process when it begins to generate machine code, which takes most
+            of the time of large programs. The program then has no machine code and no cycles.
+        progress: Called several times per second with the current activity and its seconds.
 
     Raises:
         HbmExceeded: If the program needs more memory than a device has.
@@ -97,13 +106,40 @@ def compile_elsewhere(
     slice_name, num_slices = described
     request = _request(slice_name, [device.id for device in devices], lowered, compiler_options)
     request["num_slices"] = num_slices
-    reply, reports = _ask(request, _bytecode(lowered), progress)
+    bytecode = _bytecode(lowered)
+    return (_ask_quickly if quick else _ask_for_program)(request, bytecode, progress)
+
+
+def _ask_for_program(
+    request: dict[str, Any], bytecode: bytes, progress: Progress | None
+) -> CompiledProgram:
+    reply, reports = _ask(request, bytecode, progress)
     split = reply.get("text_bytes", 0)
     text, buffers = reports[:split].decode(), reports[split:].decode()
     if "error" in reply:
         _raise_error(reply["message"], reply["error"], (text, buffers))
     fields = reply["program"] | {"memory": MemoryStats(**reply["program"]["memory"])}
     return CompiledProgram(text=text, buffers=buffers, **fields)
+
+
+def _ask_quickly(
+    request: dict[str, Any], bytecode: bytes, progress: Progress | None
+) -> CompiledProgram:
+    started = time.monotonic()
+
+    def stop_before_code(activity: str, seconds: float) -> None:
+        if progress:
+            progress(activity, seconds)
+        if compiled_program.is_code_next(folder):
+            raise _CodeBegins
+
+    with tempfile.TemporaryDirectory() as folder:
+        with contextlib.suppress(_CodeBegins):
+            _ask_for_program(request | {"folder": folder}, bytecode, stop_before_code)
+        # Also of a compiler that was faster than the next look at its files, so that two plans of
+        # the same program are equal.
+        seconds = time.monotonic() - started
+        return compiled_program.from_files(folder, seconds)
 
 
 def compile_here(
@@ -175,6 +211,7 @@ def _request(
         "slice": slice_name,
         "num_slices": 1,
         "ids": ids,
+        "folder": None,  # for the compiler's reports; None for a temporary one
         "options": list(options.items()),
         "shardy": bool(Setting.USE_SHARDY_PARTITIONER.read()),
     }
@@ -239,7 +276,7 @@ def _ask(
                 progress("starting the compiler", 0.0)
             compiler = child.Child(_CHILD, environment)
         try:
-            answer = compiler.ask(request, program, tick=tick)
+            answer = compiler.ask(request, program, tick=tick, tick_s=_TICK_S)
         except child.Died as error:
             if was_idle and isinstance(error, child.NotSent):
                 continue  # it reached its idle limit and ended in the meantime

@@ -55,7 +55,7 @@ ALL_TO_ALL, DCN, DCN_SUMS = "all-to-all", "DCN bandwidth", "sums over DCN"
 HOST, GUESSED, OVERLAP = "host bandwidth", "guessed instructions", "overlap"
 SLICES, BRANCHES = "the slowest slice", "branches of conditionals"
 _ATTENTION, KERNELS, BLOCKS = "attention kernel", "custom kernels", "copies of blocks"
-UNREAD = "kernels that cannot be read"
+UNREAD, NO_CYCLES = "kernels that cannot be read", "computations without XLA's cycles"
 
 RANGES: Mapping[str, tuple[float, float]] = {
     # Largest distance of a measurement from XLA's cycles at the chip's mean rate: v5e, 11 %, and
@@ -69,6 +69,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     # 0.97 (v5e); backward 0.96 and 0.91 (v6e), 0.85 (v5e). Each attention kernel has its own error.
     _ATTENTION: (0.85, 1.30),
     KERNELS: (0.85, 1.30),
+    # The 10th and the 90th percentile of the programs of rule 6 of `instruction_time`.
+    NO_CYCLES: (1.10 / instruction_time.WITHOUT_CYCLES, 1.79 / instruction_time.WITHOUT_CYCLES),
     # Without its grid, a kernel is estimated at 95 % of the rate of a large product, the best
     # blocks. Untuned ones take it to half of that rate.
     UNREAD: (1.0, 1.9),
@@ -245,6 +247,8 @@ def _cause_of_compute(module: Module, rates: instruction_time.Rates, event: Even
             return BLOCKS
         part = kernels.attention_part(instruction)
         return f"{_ATTENTION} ({part})" if part else KERNELS
+    if not module.has_cycles:
+        return NO_CYCLES
     if price.kind == "matmul":
         return CONVOLUTIONS if _is_convolution(module, instruction) else PRODUCTS
     return OTHERS

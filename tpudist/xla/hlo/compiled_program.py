@@ -6,6 +6,14 @@ from typing import Any
 
 import jax
 
+from tpudist.xla import internals
+from tpudist.xla.hlo import liveness, shapes
+
+# Endings of the compiler's files: the program that it received, and the last one before it
+# generates machine code.
+_BEGIN = "before_optimizations.txt"
+_LAST = "after_optimizations_after_buffer_assignment.txt"
+
 
 @dataclasses.dataclass(frozen=True)
 class MemoryStats:
@@ -43,7 +51,7 @@ class CompiledProgram:
     Attributes:
         text: HLO text, as from `jax.stages.Compiled.as_text()`.
         memory: Memory per device.
-        flops: XLA's count per device; a loop's body is counted once.
+        flops: XLA's count per device; a loop's body is counted once. 0 without machine code.
         seconds: Seconds that the compiler took.
         buffers: XLA's buffer assignment followed by its live ranges, which `liveness` parses; "" if
             XLA wrote none.
@@ -85,6 +93,51 @@ def from_executable(executable: Any, seconds: float, folder: str) -> CompiledPro
     )
 
 
+def is_code_next(folder: str) -> bool:
+    """Returns whether the compiler has written all that `from_files` reads.
+
+    Args:
+        folder: Folder that the compiler got as `xla_dump_to`.
+    """
+    # Written last, after all others were closed. The compiler may write about a helper before it
+    # is done with the program, which is the largest module.
+    begun = _largest(folder, _BEGIN)
+    return begun is not None and begun.with_name(begun.name.removesuffix(_BEGIN) + _LAST).exists()
+
+
+def from_files(folder: str, seconds: float) -> CompiledProgram:
+    """Collects the reports about a program without machine code, from the compiler's files.
+
+    Its instructions have no `estimated_cycles`, and the size of its code is 0.
+
+    Args:
+        folder: Folder that the compiler got as `xla_dump_to`.
+        seconds: Seconds that the compiler took.
+    """
+    buffers = _buffers(folder)
+    sizes = liveness.sizes(buffers)
+    on_host = liveness.sizes(buffers, shapes.HOST)
+    return CompiledProgram(
+        # The files have a short form of tuple elements, `%x#1`, that an executable's text lacks.
+        text=internals.expand_hlo(_read_files(folder, _LAST)),
+        memory=MemoryStats(
+            argument_bytes=sizes.arguments,
+            output_bytes=sizes.outputs,
+            alias_bytes=sizes.aliased,
+            temp_bytes=sizes.temporaries,
+            generated_code_bytes=0,
+            peak_bytes=liveness.total_bytes(buffers),
+            host_argument_bytes=on_host.arguments,
+            host_output_bytes=on_host.outputs,
+            host_temp_bytes=on_host.temporaries,
+            host_alias_bytes=on_host.aliased,
+        ),
+        flops=0.0,
+        seconds=seconds,
+        buffers=buffers,
+    )
+
+
 def read_refused(folder: str) -> tuple[str, str]:
     """Returns the text and the buffers of a program that did not fit into memory; "" if none.
 
@@ -102,9 +155,14 @@ def _read_files(folder: str, *endings: str) -> str:
     texts = []
     for ending in endings:
         # One file per module. A CPU program can have helpers; the program is the largest module.
-        files = sorted(pathlib.Path(folder).glob(f"*{ending}"), key=lambda f: f.stat().st_size)
-        texts += [file.read_text(errors="replace") for file in files[-1:]]
+        file = _largest(folder, ending)
+        texts += [file.read_text(errors="replace")] if file else []
     return "\n".join(texts)
+
+
+def _largest(folder: str, ending: str) -> pathlib.Path | None:
+    files = pathlib.Path(folder).glob(f"*{ending}")
+    return max(files, key=lambda file: file.stat().st_size, default=None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,6 +41,8 @@ class Module:
         sources: Tables of source lines.
         scan_lengths: Trip counts by the `op_name` of the loop, for loops whose trip count cannot
             be read from the text.
+        has_cycles: Whether the compiler has estimated cycles, which it does when it generates
+            machine code.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Module:
     num_devices: int
     sources: source_lines.Sources
     scan_lengths: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    has_cycles: bool = True
 
     @functools.cached_property
     def trip_counts(self) -> dict[str, int | None]:
@@ -153,13 +156,16 @@ class Module:
             yield from reversed(callee.instructions.values())
 
 
-def parse(text: str, *, scan_lengths: Mapping[str, int] | None = None) -> Module:
+def parse(
+    text: str, *, scan_lengths: Mapping[str, int] | None = None, has_cycles: bool = True
+) -> Module:
     """Parses the text of a compiled program, in time linear in its length.
 
     Args:
         text: HLO text of the program, `compiled.as_text()`.
         scan_lengths: Trip counts by the `op_name` of the loop, for loops whose trip count cannot
             be read from the text; `jax.make_jaxpr` knows the lengths of scans.
+        has_cycles: See `Module`.
 
     Raises:
         ValueError: If the text has no ENTRY computation.
@@ -193,6 +199,7 @@ def parse(text: str, *, scan_lengths: Mapping[str, int] | None = None) -> Module
         replica_groups.count_devices(text),
         sources,
         dict(scan_lengths or {}),
+        has_cycles,
     )
 
 

@@ -101,6 +101,31 @@ def total_bytes(buffers: str) -> int:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The bytes of a program in one memory space, as in `compiled_program.MemoryStats`."""
+
+    arguments: int = 0
+    outputs: int = 0
+    aliased: int = 0
+    temporaries: int = 0
+
+
+def sizes(buffers: str, memory_space: int = shapes.HBM) -> Sizes:
+    """Returns the bytes of arguments, outputs and temporaries in one memory space."""
+    arguments = outputs = aliased = temporary = 0
+    for allocation in map(_ALLOCATION.match, buffers.splitlines()):
+        if allocation is None or _space(allocation[2]) != memory_space:
+            continue
+        size, attributes = int(allocation[1]), allocation[2]
+        is_argument, is_output = "parameter " in attributes, "maybe-live-out" in attributes
+        arguments += size * is_argument
+        outputs += size * is_output
+        aliased += size * (is_argument and is_output)
+        temporary += size * ("preallocated-temp" in attributes)
+    return Sizes(arguments, outputs, aliased, temporary)
+
+
 def peak(values: Iterable[Value]) -> tuple[int, int]:
     """Returns the largest number of bytes in use at one time, and that position in the schedule.
 
