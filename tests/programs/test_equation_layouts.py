@@ -346,7 +346,7 @@ def test_flops_of_an_unknown_equation_add_a_note():
     eqn = eqn.replace(primitive=core.Primitive("loop_of_tomorrow"))
     flops, (note,) = model_flops.model_flops(program_of(eqn), 1)
     assert flops == {"bf16": 2 * 4**3}
-    assert "count the contents of the primitive 'loop_of_tomorrow'" in note
+    assert "count once the contents of the primitive 'loop_of_tomorrow'" in note
 
 
 # A primitive of the user, in a program that runs.

@@ -125,7 +125,8 @@ class _Counter:
             # `copies` counts the devices of a `shard_map`, whose body has the shapes of one device.
             return self.count(structure.body, name_stack).times(structure.copies)
         if isinstance(structure, Unknown):
-            self.notes.append(f"Model FLOPs count the contents of {structure.reason} once.")
+            counts = "count once" if structure.bodies else "omit"
+            self.notes.append(f"Model FLOPs {counts} the contents of {structure.reason}.")
         return _Flops.sum(self.count(body, name_stack) for body in structure.bodies)
 
     def _count_kernel(self, kernel: Kernel, name_stack: str) -> _Flops:

@@ -203,8 +203,8 @@ def _without_removed_products(plan: Plan) -> Plan:
         return plan
     share = plan.time.flops * plan.num_devices / plan.model_flops
     note = (
-        "XLA removes products whose results are not used, also parts of a product: the program "
-        f"runs {share:.0%} of the model FLOPs. The MFU counts these."
+        "XLA removes products whose results are not used, parts of products, and repetitions: the "
+        f"program runs {share:.0%} of the model FLOPs. The MFU counts these."
     )
     return dataclasses.replace(
         plan,

@@ -119,3 +119,12 @@ def test_a_callback_takes_a_call_from_the_host_and_its_bytes():
     assert received.seconds == pytest.approx(moved_s + instruction_time.CALLBACK_S)
     assert {received.guess, sent.guess} == {"callback to the host"}
     assert {received.kind, sent.kind} == {"host"}
+
+
+def test_a_computation_on_the_host_moves_its_operands_and_results():
+    arrays = "((f32[1024,1024]{1,0:T(8,128)}), f32[512,1024]{1,0:T(8,128)}, u32[])"
+    line = f'%x = {arrays} custom-call-start(%s), custom_call_target="HostExecute"'
+    price = _price(_program(line))
+    moved_s = 1.5 * 2**22 / V5E.host_bytes_per_s
+    assert price.seconds == pytest.approx(moved_s + instruction_time.CALLBACK_S)
+    assert (price.kind, price.guess) == ("host", "computation on the host")

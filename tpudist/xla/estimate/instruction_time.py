@@ -35,7 +35,8 @@ programs:
    (`scheduled_cycles`), at the chip's clock. They take at least their bytes in VMEM, at 22 times
    the bandwidth of HBM (scaling-book, tpus.md).
 5. A callback to the host takes its bytes over the host's link, and 0.1 ms, which is what a call of
-   the smallest matrix product takes from the host (rule 3). The time of its Python is unknown.
+   the smallest matrix product takes from the host (rule 3). The time of its Python is unknown. A
+   computation on the host (`compute_on`) takes the same, for its operands and its results.
 6. A program without machine code (`compile_elsewhere`, quick) has no cycles. Its computations take
    1.37 times what rule 2 gives: the median of 97 programs of this repository's tests and examples,
    compiled for v5e with and without code.
@@ -51,7 +52,7 @@ from collections.abc import Callable, Iterable, Mapping
 from tpudist.xla.estimate import flops, hbm_traffic, kernels, scheduled_cycles
 from tpudist.xla.hardware import chips
 from tpudist.xla.hardware.chips import CHIPS, Chip
-from tpudist.xla.hlo import kernel_bodies
+from tpudist.xla.hlo import kernel_bodies, shapes
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
 
@@ -288,20 +289,33 @@ class Rates:
         return 2 if self.chip.generation in _FEW_VECTOR_UNITS else 4
 
     def _price_callback(self, instruction: Instruction) -> Price:
-        """Returns the cost of an end of a callback to the host (rule 5)."""
-        if instruction.opcode not in ("send", "recv"):
+        """Returns the cost of an end of a callback, or of a computation on the host (rule 5)."""
+        arrays, call_s, guess = instruction.arrays[:1], 0.0, "callback to the host"
+        if instruction.opcode == "recv":
+            call_s = CALLBACK_S
+        elif _is_host_computation(instruction):
+            # The operands, the results and a context. Those in the host's memory do not move.
+            arrays = [x for x in instruction.arrays[:-1] if x.memory_space != shapes.HOST]
+            call_s, guess = CALLBACK_S, "computation on the host"
+        elif instruction.opcode != "send":
             return Price(0.0, "host", 0.0, 0.0)
-        num_bytes = instruction.arrays[0].padded_bytes if instruction.arrays else 0
+        num_bytes = sum(array.padded_bytes for array in arrays)
         rate = self.chip.host_bytes_per_s / self.chip.devices_per_chip
-        seconds = num_bytes / rate + (CALLBACK_S if instruction.opcode == "recv" else 0.0)
-        return Price(seconds, "host", 0.0, float(num_bytes), guess="callback to the host")
+        return Price(num_bytes / rate + call_s, "host", 0.0, float(num_bytes), guess=guess)
 
 
 def _is_callback(instruction: Instruction) -> bool:
-    """Returns whether an instruction sends to or receives from Python on the host."""
+    """Returns whether an instruction exchanges data with Python on the host, or runs there."""
     # XLA writes transfers to other slices as transfers with the host, too.
     is_transfer = instruction.attribute("is_host_transfer") == "true"
-    return is_transfer and "_xla_megascale" not in instruction.attributes
+    is_transfer &= "_xla_megascale" not in instruction.attributes
+    return is_transfer or _is_host_computation(instruction)
+
+
+def _is_host_computation(instruction: Instruction) -> bool:
+    """Returns whether an instruction starts a computation of `jax.experimental.compute_on`."""
+    starts = instruction.opcode == "custom-call-start"
+    return starts and '="HostExecute"' in instruction.attributes
 
 
 def _cycles_per_clock(chip: Chip) -> float:
