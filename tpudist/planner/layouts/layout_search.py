@@ -5,6 +5,7 @@ or abort without harm. Programs that were compiled before, in any search, come f
 """
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -42,6 +43,7 @@ _log = logging.getLogger("tpudist")
 # One compilation: libtpu uses about two cores, and needed up to 2 GB (FSDP of a 32-layer
 # transformer), in addition to what tracing needs in this process.
 _CORES_EACH = 2
+_QUICK_PLANS = 8  # for each compilation of a search that does not compile all candidates
 _BYTES_EACH = 3 * 1024**3
 
 # Returns (strategy, fn, args), and perhaps a dict of more arguments of `Strategy.plan`.
@@ -73,7 +75,8 @@ def search(
     """Returns the layouts of a step that fit a slice, fastest first, and why the others do not.
 
     A first pass estimates every candidate without the compiler, in a fraction of a second each: it
-    decides the order. Then candidates are compiled, until the time is spent.
+    decides the order. Then candidates are compiled, until the time is spent. If `max_compiles`
+    leaves some out, the most promising ones get a `quick` plan first, which decides the order.
 
     Args:
         make_step: Called with each `Candidate`; returns `(strategy, fn, args)` for `Strategy.plan`:
@@ -87,7 +90,8 @@ def search(
         remat: Names of rematerialization, from the least to the most.
         microbatches: Numbers of parts of a batch.
         max_compiles: Number of candidates to compile, the most promising first; 0 only estimates
-            them. Default: as many as the time allows.
+            them. Default: as many as the time allows. Quick plans, up to eight for each, do not
+            count: they take a few percent of a compilation.
         time_budget_s: Seconds after which no compilation starts, and running ones are abandoned.
         max_workers: Number of parallel compilations. By default one or two, depending on the cores
             and the memory of the machine.
@@ -125,27 +129,49 @@ def search(
     with show_progress(progress) as report, tempfile.TemporaryDirectory() as folder:
         deadline = started + time_budget_s
         estimates = first_pass.estimate_all(make_step, ranked, measured, report, deadline)
-        running = _Search(
+        begin = functools.partial(
+            _Search,
             make_step,
-            first_pass.order(ranked, estimates),
-            estimates,
-            len(ranked) if max_compiles is None else max_compiles,
-            list(remat),
-            arguments,
+            estimates=estimates,
+            remat=list(remat),
             # With `cache=False`, a temporary folder: several candidates may have the same program,
             # for example if a policy has no effect.
-            cache or folder,
-            deadline,
-            report,
+            cache=cache or folder,
+            report=report,
         )
-        running.run(max_workers or _count_workers(len(ranked)))
+        workers = max_workers or _count_workers(len(ranked))
+        ordered = first_pass.order(ranked, estimates)
+        number = len(ranked) if max_compiles is None else max_compiles
+        known: list[Outcome] = []
+        if topology is not None and not quick and 0 < number < len(ranked):
+            trial = begin(
+                ordered,
+                max_compiles=_QUICK_PLANS * number,
+                arguments=arguments | {"quick": True},
+                deadline=started + time_budget_s / 2,
+            )
+            trial.run(workers)
+            known, ordered = _split_by_quick_plans(trial.outcomes())
+        running = begin(ordered, max_compiles=number, arguments=arguments, deadline=deadline)
+        running.run(workers)
     return SearchResult(
         topology=topology or f"{len(devices)} x {devices[0].device_kind}",
         num_devices=len(devices),
-        outcomes=rank(running.outcomes()),
+        outcomes=rank([*running.outcomes(), *known]),
         seconds=time.monotonic() - started,
         time_budget_s=time_budget_s,
     )
+
+
+def _split_by_quick_plans(outcomes: list[Outcome]) -> tuple[list[Outcome], list[Candidate]]:
+    """Returns the outcomes that are final, and the other candidates, the most promising first.
+
+    A program that does not fit without its machine code does not fit with it.
+    """
+    final = [x for x in outcomes if x.status in (TOO_LARGE, FAILED)]
+    fitting = [x for x in rank(outcomes) if x.status == FITS]
+    rest = [x for x in outcomes if x.status == NOT_REACHED]
+    return final, [x.candidate for x in (*fitting, *rest)]
 
 
 def _check_request(time_budget_s: float, max_workers: int | None, max_compiles: int | None) -> None:
