@@ -144,9 +144,9 @@ def ask_compiler(
         report("compiling the executable", 0.0)
         compiled = executables.compile_uncached(lowered, mesh, compiler_options)
     moved = is_cached and entry.lines != lines_hash
-    return Answer(
-        entry.program, entry.refusal, entry.seconds, is_quick, key, is_cached, moved, compiled
-    )
+    program = entry.program
+    is_quick = is_quick and program is not None and not program.memory.generated_code_bytes
+    return Answer(program, entry.refusal, entry.seconds, is_quick, key, is_cached, moved, compiled)
 
 
 def _is_nearly_full(entry: Entry, mesh: jax.sharding.Mesh) -> bool:

@@ -33,7 +33,8 @@ Progress = Callable[[str, float], None]
 CompilerOptions = Mapping[str, bool | int | float | str]
 
 _CHILD = "tpudist.xla.compiler.compiler_child"
-_TICK_S = 0.1  # a compiler that generates code that is not needed uses all cores
+_TICK_S = 0.5
+_QUICK_TICK_S = 0.1  # the compiler generates code that is not needed, on all cores, until a tick
 # "Ran out of memory on HBM, the total memory ..." or "... in memory space hbm. Used 20.1G of ...".
 _OUT_OF_HBM = ("CompileTimeHbmOom", "exceeds available HBM", "memory space hbm")
 _FORCED_DEVICES = re.compile(r"--xla_force_host_platform_device_count=\S*")
@@ -87,7 +88,7 @@ def compile_elsewhere(
         compiler_options: Same as in `jax.stages.Lowered.compile`; override those of `jax.jit`.
         quick: Whether to end the process when it begins to generate machine code, which takes most
             of the time of large programs. The program then has no machine code and no cycles.
-        progress: Called several times per second with the current activity and its seconds.
+        progress: Called at least twice per second with the current activity and its seconds.
 
     Raises:
         HbmExceeded: If the program needs more memory than a device has.
@@ -134,8 +135,11 @@ def _ask_quickly(
             raise _CodeBegins
 
     with tempfile.TemporaryDirectory() as folder:
+        program = None
         with contextlib.suppress(_CodeBegins):
-            _ask_for_program(request | {"folder": folder}, bytecode, stop_before_code)
+            program = _ask_for_program(request | {"folder": folder}, bytecode, stop_before_code)
+        if program is not None and not compiled_program.is_code_next(folder):
+            return program  # it wrote no files, perhaps because the disk is full
         # Also of a compiler that was faster than the next look at its files, so that two plans of
         # the same program are equal.
         seconds = time.monotonic() - started
@@ -276,7 +280,8 @@ def _ask(
                 progress("starting the compiler", 0.0)
             compiler = child.Child(_CHILD, environment)
         try:
-            answer = compiler.ask(request, program, tick=tick, tick_s=_TICK_S)
+            tick_s = _QUICK_TICK_S if request["folder"] else _TICK_S
+            answer = compiler.ask(request, program, tick=tick, tick_s=tick_s)
         except child.Died as error:
             if was_idle and isinstance(error, child.NotSent):
                 continue  # it reached its idle limit and ended in the meantime

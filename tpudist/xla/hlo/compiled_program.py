@@ -9,9 +9,10 @@ import jax
 from tpudist.xla import internals
 from tpudist.xla.hlo import liveness, shapes
 
-# Endings of the compiler's files: the program that it received, and the last one before it
-# generates machine code.
+# Endings of the compiler's files: the program that it received, the optimized program, and a copy
+# of it, which is the last file before it generates machine code.
 _BEGIN = "before_optimizations.txt"
+_OPTIMIZED = "after_optimizations.txt"
 _LAST = "after_optimizations_after_buffer_assignment.txt"
 
 
@@ -99,8 +100,8 @@ def is_code_next(folder: str) -> bool:
     Args:
         folder: Folder that the compiler got as `xla_dump_to`.
     """
-    # Written last, after all others were closed. The compiler may write about a helper before it
-    # is done with the program, which is the largest module.
+    # When the last file exists, the others are complete, but perhaps not this one. The compiler may
+    # write about a helper before it is done with the program, which is the largest module.
     begun = _largest(folder, _BEGIN)
     return begun is not None and begun.with_name(begun.name.removesuffix(_BEGIN) + _LAST).exists()
 
@@ -119,7 +120,7 @@ def from_files(folder: str, seconds: float) -> CompiledProgram:
     on_host = liveness.sizes(buffers, shapes.HOST)
     return CompiledProgram(
         # The files have a short form of tuple elements, `%x#1`, that an executable's text lacks.
-        text=internals.expand_hlo(_read_files(folder, _LAST)),
+        text=internals.expand_hlo(_read_files(folder, _OPTIMIZED)),
         memory=MemoryStats(
             argument_bytes=sizes.arguments,
             output_bytes=sizes.outputs,
