@@ -10,7 +10,7 @@ from tpudist import planner
 from tpudist.planner.roofline import operation_blocks
 from tpudist.planner.roofline.network import Network
 from tpudist.planner.roofline.operation_blocks import StepProgram
-from tpudist.planner.roofline.sharded_value import Value, reshape_axes
+from tpudist.planner.roofline.sharded_value import Value, reshape_axes, resize
 from tpudist.planner.roofline.step_estimate import estimate
 from tpudist.xla.hardware.chips import CHIPS
 
@@ -65,13 +65,13 @@ def test_a_product_over_a_split_dim_is_summed():
 
 @pytest.mark.parametrize(("topology", "is_hidden"), [("v5e-8", True), ("v6e-8", False)])
 def test_split_weights_are_gathered_and_hidden_where_the_compiler_does(topology, is_hidden):
+    """No product runs while the first weight is gathered."""
     devices = network(topology, fsdp=8)
-    rows = (8 * ROWS, WIDTH), (("fsdp",), ())
-    step = program(multiply, rows, ((WIDTH, WIDTH), (("fsdp",), ())))
-    found = estimate(step, devices)
+    rows, weights = ((8 * ROWS, WIDTH), (("fsdp",), ())), ((WIDTH, WIDTH), (("fsdp",), ()))
+    found = estimate(program(lambda x, a, b: x @ a @ b, rows, weights, weights), devices)
     gathered = devices.seconds("all-gather", 2.0 * WIDTH * WIDTH, frozenset(["fsdp"]))
-    assert found.flops == 2 * ROWS * WIDTH * WIDTH
-    assert found.waits_s == pytest.approx(0 if is_hidden else gathered)
+    assert found.flops == 4 * ROWS * WIDTH * WIDTH
+    assert found.waits_s == pytest.approx(gathered if is_hidden else 2 * gathered)
 
 
 def test_a_gradient_is_summed_over_the_axis_of_the_rows():
@@ -181,6 +181,14 @@ def test_a_reshape_keeps_the_axes_of_its_outer_dims(before, after, axes, expecte
     )
     found, _ = reshape_axes(before, after, Value(local, axes, 1.0), sizes)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"), [((4, 1, 4096), (8, 1, 2048)), ((4, 3), (4, 3)), ((6, 4096), (6, 4096))]
+)
+def test_a_dim_per_device_has_the_devices_of_the_estimate(shape, expected):
+    axes = (("data", "fsdp"), *[()] * (len(shape) - 1))
+    assert resize(shape, axes, {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2}) == expected
 
 
 def test_rows_of_a_larger_axis_stay_on_one_device():

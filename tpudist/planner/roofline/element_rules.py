@@ -1,8 +1,10 @@
 """Rules of operations on elements, changes of layout, and operations that only move bytes."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
+from operator import mul
 
 from tpudist.planner.roofline import hints
 from tpudist.planner.roofline.operation_blocks import Array, Operation
@@ -12,6 +14,7 @@ from tpudist.planner.roofline.sharded_value import (
     names_in,
     num_parts,
     reshape_axes,
+    resize,
     unsplit,
 )
 from tpudist.planner.roofline.walk_state import WalkState
@@ -104,13 +107,22 @@ class ElementRules(WalkState):
 
     def _reshape(self, operation: Operation) -> list[Value]:
         value = self.value(operation.inputs[0])
-        before, (array,) = self.block.arrays[operation.inputs[0]], self.arrays(operation)
-        axes, shape = reshape_axes(before.shape, array.shape, value, self.sizes)
+        sizes = self.sizes, self.traced
+        before = resize(self.block.arrays[operation.inputs[0]].shape, value.axes, *sizes)
+        (array,) = self.arrays(operation)
+        # A dim that begins with a dim of the operand may have one element per device of its axes.
+        starts = dict(
+            zip(itertools.accumulate(before, initial=1, func=mul), value.axes, strict=False)
+        )
+        offsets = itertools.accumulate(array.shape, initial=1, func=mul)
+        begun = tuple(starts.get(x, ()) for x, _ in zip(offsets, array.shape, strict=False))
+        after = resize(array.shape, begun, *sizes)
+        axes, shape = reshape_axes(before, after, value, self.sizes)
         lost = names_in(value.axes) - names_in(axes)
         if lost:
             kept = tuple(tuple(n for n in names if n not in lost) for names in value.axes)
             value = self.reshard(value, kept)
-            axes, shape = reshape_axes(before.shape, array.shape, value, self.sizes)
+            axes, shape = reshape_axes(before, after, value, self.sizes)
         return self._layout(operation, axes, shape, value)
 
     def _broadcast(self, operation: Operation) -> list[Value]:

@@ -11,8 +11,9 @@ The rules, fixed before any comparison with compiled programs:
    all-reduce, or with a reduce-scatter where each needs only its part
    (`Network.scatters_sums`). It runs where the product is; over replicas it runs once, where the
    state changes. Operations with the same scalar operand and shape are split alike (`hints.link`).
-4. Gathers run in parallel with the products of their block on chips that do so. Everything else is
-   waited for. Sums of less than 1 MiB in a block start together.
+4. Gathers run in parallel with earlier products of their block on chips that do so: there the next
+   operand is gathered meanwhile, so the first one of a loop's body is waited for. Everything else
+   is waited for, too. Sums of less than 1 MiB in a block start together.
 5. Memory contains the arguments, each value until its last use, and the results of loops. The
    body of a loop adds its own peak.
 """

@@ -105,6 +105,24 @@ def local_shape(shape: Sequence[int], axes: Axes, sizes: Sizes) -> tuple[int, ..
     return tuple(-(-n // num_parts(names, sizes)) for n, names in zip(shape, axes, strict=True))
 
 
+def resize(shape: Sequence[int], axes: Axes, sizes: Sizes, traced: Sizes) -> tuple[int, ...]:
+    """Returns a complete shape for axes of other sizes than in the trace.
+
+    If a dim has one element per device of the trace, and a later dim the rest, the first gets one
+    element per device here.
+    """
+    found = list(shape)
+    for dim, names in enumerate(axes):
+        before, after = math.prod(traced.get(n, 1) for n in names), num_parts(names, sizes)
+        if not names or shape[dim] != before or before == after:
+            continue
+        for rest in range(dim + 1, len(found)):
+            if found[rest] > 1 and found[rest] * before % after == 0:
+                found[dim], found[rest] = after, found[rest] * before // after
+                break
+    return tuple(found)
+
+
 def reshape_axes(
     before: Sequence[int], after: Sequence[int], value: Value, sizes: Sizes
 ) -> tuple[Axes, tuple[int, ...]]:

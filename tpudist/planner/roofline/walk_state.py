@@ -29,9 +29,8 @@ class Cost:
 
     Attributes:
         compute_s: Seconds of products and of reading and writing.
-        products_s: Part of `compute_s` that gathers run in parallel with.
-        gathers_s: Seconds of gathers.
-        exposed_s: Seconds of all other communication.
+        slack_s: Seconds of products that the next gather can run in parallel with.
+        exposed_s: Seconds of communication that is waited for.
         flops: Operations of products.
         hbm_bytes: Bytes to and from HBM.
         peak_bytes: Memory at the peak, without the inputs.
@@ -39,8 +38,7 @@ class Cost:
     """
 
     compute_s: float = 0.0
-    products_s: float = 0.0
-    gathers_s: float = 0.0
+    slack_s: float = 0.0
     exposed_s: float = 0.0
     flops: float = 0.0
     hbm_bytes: float = 0.0
@@ -50,13 +48,13 @@ class Cost:
     @property
     def seconds(self) -> float:
         """Seconds of the block."""
-        return self.compute_s + self.exposed_s + max(0.0, self.gathers_s - self.products_s)
+        return self.compute_s + self.exposed_s
 
     def add(self, inner: "Cost", times: float, share: float = 1.0) -> None:
         """Adds a block that runs `times` times, on a share of its traced arrays."""
-        waits = inner.seconds - inner.compute_s
         self.compute_s += times * share * inner.compute_s
-        self.exposed_s += times * share * waits
+        self.exposed_s += times * share * inner.exposed_s
+        self.slack_s = 0.0
         self.flops += times * share * inner.flops
         self.hbm_bytes += times * share * inner.hbm_bytes
 
@@ -256,7 +254,7 @@ class WalkState(abc.ABC):
     def spend_product(self, seconds: float, flops: float, num_bytes: float) -> None:
         """Adds a product."""
         self.cost.compute_s += seconds
-        self.cost.products_s += seconds
+        self.cost.slack_s += seconds
         self.cost.flops += flops
         self.cost.hbm_bytes += num_bytes
 
@@ -267,10 +265,13 @@ class WalkState(abc.ABC):
             return
         if kind == "all-reduce" and (num_bytes < _SMALL_SUM or axes <= self.lazy):
             self.cost.sums[axes] = self.cost.sums.get(axes, 0.0) + num_bytes
-        elif kind == "all-gather" and self.network.hides_gathers:
-            self.cost.gathers_s += self.network.seconds(kind, num_bytes, axes)
-        else:
-            self.cost.exposed_s += self.network.seconds(kind, num_bytes, axes)
+            return
+        seconds = self.network.seconds(kind, num_bytes, axes)
+        if kind == "all-gather" and self.network.hides_gathers:
+            hidden = min(seconds, self.cost.slack_s)
+            self.cost.slack_s -= hidden
+            seconds -= hidden
+        self.cost.exposed_s += seconds
 
     # Shardings.
 
