@@ -69,8 +69,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     # 0.97 (v5e); backward 0.96 and 0.91 (v6e), 0.85 (v5e). Each attention kernel has its own error.
     _ATTENTION: (0.85, 1.30),
     KERNELS: (0.85, 1.30),
-    # The 10th and the 90th percentile of the programs of rule 6 of `instruction_time`.
-    NO_CYCLES: (1.10 / instruction_time.WITHOUT_CYCLES, 1.79 / instruction_time.WITHOUT_CYCLES),
+    # The spread of the cycles, 0.84 to 1.15 (`instruction_time`, rule 6), and of products.
+    NO_CYCLES: (1 / 1.21, 1.21),
     # Without its grid, a kernel is estimated at 95 % of the rate of a large product, the best
     # blocks. Untuned ones take it to half of that rate.
     UNREAD: (1.0, 1.9),
