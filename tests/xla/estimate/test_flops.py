@@ -162,7 +162,9 @@ def test_attention_kernels_count_the_blocks_that_they_visit(kernel, products):
 
 
 def test_other_kernels_report_their_cost_or_have_none():
-    told = hlo_programs.kernel("mine", Q, config='{"cost_estimate":{"flops":"4096"}}')
+    told = hlo_programs.kernel(
+        "mine", Q, config='{"cost_estimate":{"bytes_accessed":"8","flops":"4096"}}'
+    )
     assert kernels.flops(*told) == 4096
     assert kernels.flops(*hlo_programs.kernel("mine", Q)) is None
     assert kernels.narrowest_dim(*told) is None

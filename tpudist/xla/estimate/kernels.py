@@ -24,7 +24,7 @@ _FLOATS = ("bf16", "f32", "f16", "bfloat16", "float32", "float16")
 _TABLES = ("s8", "s16", "s32", "int8", "int16", "int32")
 Operand = tuple[str, tuple[int, ...]]
 """Dtype and shape of an operand."""
-_ESTIMATE = re.compile(r'"cost_estimate":\{"flops":"?(\d+)')
+_ESTIMATE = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
 
 
 def is_kernel(instruction: Instruction) -> bool:
