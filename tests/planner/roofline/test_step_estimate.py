@@ -63,6 +63,14 @@ def test_a_product_over_a_split_dim_is_summed():
     assert found.waits_s == pytest.approx(summed)
 
 
+def test_products_that_are_added_are_summed_over_devices_once():
+    devices = network(tensor=8)
+    rows, weights = ((ROWS, WIDTH), ((), ("tensor",))), ((WIDTH, WIDTH), (("tensor",), ()))
+    step = program(lambda x, a, b: x @ a + x @ b, rows, weights, weights)
+    summed = devices.seconds("all-reduce", 2.0 * ROWS * WIDTH, frozenset(["tensor"]))
+    assert estimate(step, devices).waits_s == pytest.approx(summed)
+
+
 @pytest.mark.parametrize(("topology", "is_hidden"), [("v5e-8", True), ("v6e-8", False)])
 def test_split_weights_are_gathered_and_hidden_where_the_compiler_does(topology, is_hidden):
     """No product runs while the first weight is gathered."""

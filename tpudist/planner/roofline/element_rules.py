@@ -37,6 +37,11 @@ class ElementRules(WalkState):
         arrays = self.arrays(operation)
         waits = self.depth > 0 or len(operation.inputs) == 1
         values = self.operands(operation, keep_lazy=waits and operation.name in _LINEAR)
+        pending = [v.partial - self.lazy for v in values]
+        if any(x != pending[0] for x in pending):
+            values = [
+                self.sum(v, self.wanted[i]) for v, i in zip(values, operation.inputs, strict=True)
+            ]
         results = []
         for number, array in zip(operation.outputs, arrays, strict=True):
             shapes = [self.block.arrays[i].shape for i in operation.inputs]
@@ -63,6 +68,8 @@ class ElementRules(WalkState):
             result.is_single = all(v.is_single for v in moved)
             if len(values) == 1:
                 result.origin = values[0].origin
+            if result.partial - self.lazy and number not in self.block.added:
+                result = self.sum(self.write(result), self.wanted[number])
             results.append(result)
         return results
 

@@ -12,6 +12,8 @@ from tpudist.planner.roofline.sharded_value import Axes
 from tpudist.programs import elementwise, equation_layouts, flat_program, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Kernel, Scan, Structure, While
 
+_ADDS = ("add", "add_any")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Array:
@@ -61,6 +63,7 @@ class Block:
         num_uses: Number of operations and outputs that use each value.
         constants: Numbers of the constants.
         accumulated: Values that an operation adds to an input, in its memory, without other uses.
+        added: Values that are only added to another one.
     """
 
     inputs: tuple[int, ...]
@@ -70,6 +73,7 @@ class Block:
     num_uses: tuple[int, ...]
     constants: tuple[int, ...]
     accumulated: frozenset[int]
+    added: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +148,7 @@ def read(program: jaxprs.Program) -> Block:
         tuple(uses),
         tuple(flat.constants),
         frozenset(_find_accumulated(operations, flat.inputs, uses)),
+        frozenset(i for x in operations if x.name in _ADDS for i in x.inputs if uses[i] == 1),
     )
 
 
@@ -163,7 +168,7 @@ def _find_accumulated(
     operations: Sequence[Operation], inputs: Sequence[int], uses: Sequence[int]
 ) -> Iterator[int]:
     for operation in operations:
-        if operation.name in ("add", "add_any") and not {*inputs}.isdisjoint(operation.inputs):
+        if operation.name in _ADDS and not {*inputs}.isdisjoint(operation.inputs):
             yield from (i for i in operation.inputs if i not in inputs and uses[i] == 1)
 
 

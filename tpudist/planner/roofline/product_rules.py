@@ -104,7 +104,8 @@ class ProductRules(ElementRules):
         self.spend_product(seconds, flops, num_bytes)
         is_live = number not in self.block.accumulated
         written = self.new_value(result, is_product=True, is_live=is_live)
-        return self.sum(written, self.wanted[number])
+        # The addends of two products are added before their sum over devices.
+        return written if number in self.block.added else self.sum(written, self.wanted[number])
 
     def _product_flops(
         self, operation: Operation, product: _Product, left: Value, right: Value, result: Value
