@@ -1,5 +1,7 @@
 """Estimates of steps without the compiler: what products, sums, gathers and memory cost."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -110,6 +112,20 @@ def test_a_gradient_of_split_weights_is_scattered_where_the_compiler_does(
     found = estimate(program(step, *inputs, replaced=(0,)), devices)
     summed = devices.seconds(kind, 2.0 * WIDTH * WIDTH, frozenset(["fsdp"]))
     assert found.waits_s == pytest.approx(summed)
+
+
+def test_stacked_gradients_are_summed_over_replicas_once():
+    def step(w, x):
+        def loss(a, b):
+            return ((x @ a) * (x @ b)).astype(jnp.float32).mean()
+
+        return w - jnp.stack(jax.grad(loss, (0, 1))(*w))
+
+    devices = network(data=8)
+    inputs = ((2, WIDTH, WIDTH), ((), (), ())), ((ROWS, WIDTH), (("data",), ()))
+    replicas = dataclasses.replace(program(step, *inputs, replaced=(0,)), stands_in=True)
+    summed = devices.seconds("all-reduce", 2 * 2.0 * WIDTH * WIDTH, frozenset(["data"]))
+    assert estimate(replicas, devices).waits_s == pytest.approx(summed)
 
 
 @pytest.mark.parametrize("is_first", [True, False])

@@ -242,7 +242,9 @@ class ElementRules(WalkState):
 
     def _concatenate(self, operation: Operation) -> list[Value]:
         (array,) = self.arrays(operation)
-        values = self.operands(operation)
+        values = self.operands(operation, keep_lazy=True)
+        if len({v.partial for v in values}) > 1:
+            values = self.operands(operation)
         dim = operation.eqn.params.get("dimension", operation.eqn.params.get("axis", 0))
         is_stack = len(values[0].shape) < len(array.shape)
         largest = max(values, key=lambda v: v.num_bytes)
@@ -250,7 +252,9 @@ class ElementRules(WalkState):
         moved = [self.reshard(v, axes) for v in values]
         if is_stack:
             axes = (*axes[:dim], (), *axes[dim:])
-        return [self.read_and_write(moved, self.local(array, axes))]
+        result = self.local(array, axes)
+        result.partial = frozenset().union(*(v.partial for v in values))
+        return [self.read_and_write(moved, result)]
 
     def _gather(self, operation: Operation) -> list[Value]:
         table, indices = self.operands(operation)
