@@ -202,7 +202,7 @@ class Estimator:
         self, candidate: Any, names: Sequence[str], fixed: dict[str, int]
     ) -> int | None:
         """Returns the number of replicas of a trace for all sizes of the axes; None if no trace."""
-        size = math.prod(_traced_axes(names, fixed).values())
+        size = math.prod(_trace_axes(names, fixed).values())
         count, left_over = divmod(len(candidate.devices), size)
         return None if left_over else count
 
@@ -212,7 +212,7 @@ class Estimator:
         """Returns a trace that serves all sizes of the axes; None if there is none."""
         if _STAND_IN in names:
             return None
-        axes = _traced_axes(names, fixed)
+        axes = _trace_axes(names, fixed)
         count = self._count_replicas(candidate, names, fixed)
         if count is None:
             return None
@@ -232,7 +232,7 @@ class Estimator:
         return None
 
 
-def _traced_axes(names: Sequence[str], fixed: dict[str, int]) -> dict[str, int]:
+def _trace_axes(names: Sequence[str], fixed: dict[str, int]) -> dict[str, int]:
     return {**dict.fromkeys((x for x in names if x not in _FIXED_AXES), 2), **fixed}
 
 
