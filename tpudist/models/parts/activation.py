@@ -68,11 +68,13 @@ def _backward(gelu: bool, saved: tuple[tuple[jax.Array, ...], jax.Array], d_out:
     size = _piece_length(length)
 
     # The gradients of a piece replace its inputs, and the output of the activation replaces its own
-    # gradient, which nothing reads afterwards. XLA keeps the tensors of the carry in place.
+    # gradient, which nothing reads afterwards. XLA keeps the tensors of the carry in place, if all
+    # pieces are read before one is written: else it copies whole tensors, 35 of 78 s of a step of
+    # Llama-3.1-70B on v6e-256.
     def overwrite(i: jax.Array, tensors: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         pieces = [jax.lax.dynamic_slice_in_dim(x, i * size, size, 1) for x in tensors]
         hidden, back = jax.vjp(functools.partial(activate, gelu=gelu), *pieces[:-1])
-        new_pieces = (*back(pieces[-1]), hidden)
+        new_pieces = jax.lax.optimization_barrier((*back(pieces[-1]), hidden))
         return tuple(
             jax.lax.dynamic_update_slice_in_dim(x, new, i * size, 1)
             for x, new in zip(tensors, new_pieces, strict=True)
