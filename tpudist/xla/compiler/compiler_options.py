@@ -106,6 +106,14 @@ OPTIONS = (
         "host offload, and in axlearn.",
     ),
     Option(
+        "xla_tpu_enable_all_experimental_scheduler_features",
+        True,
+        ("v6e",),
+        "Waits less for offloaded tensors: by the planner's rules, a step of Llama-3.1-8B on v6e-8 "
+        "waits 0.56 and not 1.03 s, and takes 4.0 and not 4.5 s. In maxtext's flags for host "
+        "offload; of the other nine, none changes this step.",
+    ),
+    Option(
         "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
         False,
         ("v6e", "tpu7x"),
