@@ -84,7 +84,7 @@ def of_blocks(product, x, weights):
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_a_tpu_needs_one_tensor_less_and_overwrites_in_one_pass():
+def test_a_tpu_needs_one_tensor_less_and_copies_none():
     devices = topology.devices("v5e:2x2")
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
     batch, length, embed, mlp, layers = 16, 2048, 512, 16384, 2
@@ -100,14 +100,13 @@ def test_a_tpu_needs_one_tensor_less_and_overwrites_in_one_pass():
     tensor = batch // 4 * length * mlp * 2
     saved = usual.memory_analysis().temp_size_in_bytes - here.memory_analysis().temp_size_in_bytes
     assert saved > 0.9 * tensor
-    overwriting = [
-        line
-        for line in here.as_text().splitlines()
-        if "fusion(" in line
-        and re.search("/while/body/(closed_call|eval_jaxpr)/dynamic_update_slice", line)
-    ]
-    assert len(overwriting) == 1
-    assert overwriting[0].split(" fusion(")[0].count(f"bf16[{batch // 4},{length},{mlp}]") == 3
+    wide = rf"bf16\[{batch // 4},{length},{mlp}\]"
+    lines = here.as_text().splitlines()
+    wide_update = "fusion.*/while/body/(closed_call|eval_jaxpr)/dynamic_update_slice"
+    overwriting = [x for x in lines if re.search(wide_update, x)]
+    # Each loop updates one tensor in place: with several, one may read what another overwrites.
+    assert [len(re.findall(wide, x.split(" fusion(")[0])) for x in overwriting] == [1, 1, 1]
+    assert not [x for x in lines if re.search(rf"= {wide}\S* copy\(", x)]
 
 
 @pytest.mark.slow
