@@ -33,7 +33,7 @@ _OPERATIONS: dict[str, Callable[..., int]] = {
     "xori": operator.xor,
 } | dict.fromkeys(("extui", "extsi", "trunci", "index_cast", "index_castui"), lambda a: a)
 _LOGIC = {"andi": (0, operator.and_), "ori": (1, operator.or_)}  # the operand that decides
-_ENQUEUE, _WAIT = "enqueue_dma", "wait_dma"
+_ENQUEUE, _WAITS = "enqueue_dma", ("wait_dma", "wait_dma2")  # the last of jax 0.10
 _IN_HBM = ("memory_space<any>", "memory_space<hbm>")
 
 
@@ -135,7 +135,7 @@ class _Runner:
                 yield _yield, operands, (), None
             elif name == _ENQUEUE:
                 yield _start, (), (), self._ends(operation)
-            elif name == _WAIT:
+            elif name in _WAITS:
                 yield _wait, (), (), None
             elif starts_copies(operation) or (
                 _inside(operation) and any(map(_is_integer, results))
