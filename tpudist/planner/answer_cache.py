@@ -20,7 +20,7 @@ from tpudist.xla.hlo.compiled_program import CompiledProgram
 
 _log = logging.getLogger("tpudist")
 # Raise it if entries have other fields, or if the compiler is called in another way.
-_VERSION = 2
+_VERSION = 3
 # Compressed entries of large models have a few MB, so this bounds the folder to a few GB.
 _MAX_ENTRIES = 500
 _ENDING = ".json.gz"

@@ -15,7 +15,7 @@ import numpy as np
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
-from tpudist.planner import compiler_query, input_roles, model_flops, saved_plan
+from tpudist.planner import compiler_query, input_roles, model_flops, plan_notes, saved_plan
 from tpudist.planner.abstract_arguments import TwinArguments
 from tpudist.planner.calibration import Calibration
 from tpudist.planner.plan_record import Plan
@@ -26,7 +26,6 @@ from tpudist.xla.compiler.visible_devices import show_devices
 from tpudist.xla.devices import slice_index
 from tpudist.xla.estimate import (
     collective_traffic,
-    loop_copies,
     memory,
     refusal,
     step_time,
@@ -34,31 +33,9 @@ from tpudist.xla.estimate import (
 )
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
 from tpudist.xla.estimate.memory import InputLeaf, MemoryReport
-from tpudist.xla.estimate.sizes import format_bytes
 from tpudist.xla.estimate.step_time import TimeEstimate
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
-
-_MAX_NAMES = 3  # of loops and kernels in a note
-_MIN_SHARE_OF_COPIES = 0.02  # of a step, that are worth a note
-# Advice on values that a loop copies.
-_CARRY = (
-    "Keep the whole value in the carry of the loop, instead of taking parts as inputs and outputs "
-    "of the scan, and"
-)
-_KEEP_LAYOUT = (
-    "If an update writes one row of a tile, the compiler keeps the value in another layout inside "
-    "the loop. So"
-)
-_NO_CODE = (
-    "A quick plan: the compiler stopped before it generated machine code. Memory, without that of "
-    "the code, and collectives are the compiler's. It gave no cycles, so the time of computations "
-    "is less exact."
-)
-_WRITE_BLOCKS = (
-    "write aligned blocks of 16 rows: read the block, replace the row, and write the block "
-    "(docs/plan_a_server.md)."
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,10 +143,10 @@ def plan_lowered(
     figures = _read_figures(answer, step, mesh, chip)
     notes = (
         *notes,
-        *_notes_on_rates(request),
+        *plan_notes.on_rates(request.calibration),
         *notes_on_flops,
         *figures.notes,
-        *_notes_on_answer(answer),
+        *plan_notes.on_answer(answer),
     )
     plan = Plan(
         name=step.name,
@@ -294,28 +271,6 @@ def _num_chips(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> int:
     return len({(slice_index(d), *d.coords) for d in mesh.devices.flat})
 
 
-def _notes_on_unknowns(module: hlo_module.Module, time: TimeEstimate | None) -> list[str]:
-    """Returns notes on loops and kernels that count for less than they may take."""
-    notes = []
-    if module.unknown_trip_counts:
-        notes.append(
-            "The program does not contain the number of iterations of these loops, so each counts "
-            f"once: {_list_first(module.unknown_trip_counts)}."
-        )
-    if time and time.unknown_kernels:
-        notes.append(
-            "The number of operations of these kernels is unknown, so only their bytes count: "
-            f"{_list_first(time.unknown_kernels)}. To declare it, pass a cost_estimate to "
-            "pl.pallas_call."
-        )
-    return notes
-
-
-def _list_first(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
-
-
 def _name_devices(mesh: jax.sharding.Mesh, chip: chips.Chip | None) -> str:
     """Returns a name such as "2xv5e:4x4" if the devices fill the box around them.
 
@@ -360,50 +315,7 @@ def _read_figures(
         time,
         tuple(collective_traffic.uses(simulated)),
         (
-            *_notes_on_unknowns(module, time),
-            *_notes_on_copies(module, simulated, time, [leaf.name for leaf in inputs]),
+            *plan_notes.on_unknowns(module, time),
+            *plan_notes.on_copies(module, simulated, time, [leaf.name for leaf in inputs]),
         ),
     )
-
-
-def _notes_on_copies(
-    module: hlo_module.Module,
-    simulated: timeline.Timeline,
-    time: TimeEstimate | None,
-    names: Sequence[str],
-) -> list[str]:
-    """Returns advice on loops that copy values which they only update."""
-    if time is None:
-        return []
-    return [
-        f"A loop copies {format_bytes(copy.num_bytes)} per step of "
-        f"{_list_first(copy.names) or 'a value'}, which it only updates"
-        f"{f' ({copy.source})' if copy.source else ''}: {copy.seconds / time.step_s:.0%} of the "
-        f"step. {_KEEP_LAYOUT if copy.is_carried else _CARRY} {_WRITE_BLOCKS}"
-        for copy in loop_copies.find(module, simulated, names)
-        if copy.seconds > _MIN_SHARE_OF_COPIES * time.step_s
-    ]
-
-
-def _notes_on_rates(request: PlanRequest) -> list[str]:
-    if request.calibration is None:
-        return []
-    return [
-        f"Times use measured rates of {request.calibration.describe()}. Other rates are published."
-    ]
-
-
-def _notes_on_answer(answer: compiler_query.Answer) -> list[str]:
-    notes = []
-    if answer.is_quick:
-        notes.append(_NO_CODE)
-    if answer.is_cached:
-        notes.append(
-            "The compiler was not called again: the plan uses its kept answer for this program."
-        )
-    if answer.lines_moved:
-        notes.append(
-            "Source lines are from the time of that answer: cache=False calls the compiler again, "
-            "for current lines."
-        )
-    return notes

@@ -102,7 +102,7 @@ def test_a_gradient_is_summed_over_the_axis_of_the_rows():
 def test_a_gradient_of_split_weights_is_scattered_where_the_compiler_does(
     topology, num_devices, kind
 ):
-    """A sum over a complete 4x4 slice is an all-reduce, of which each device keeps its part."""
+    """A sum over a complete 4x4 slice is an all-reduce. Each device then keeps its part."""
 
     def step(w, x):
         return w - jax.grad(lambda w: (x @ w).astype(jnp.float32).mean())(w)

@@ -67,7 +67,6 @@ def test_another_process_compiles_the_same_program(name, num_devices):
     here = compiler_process.compile_here(lowered, options)
     assert there.text == here.text == lowered.compile(compiler_options=options).as_text()
     assert there.memory == here.memory
-    assert there.flops == here.flops
     assert there.buffers == here.buffers
     assert there.seconds > 0
     assert progress
@@ -96,15 +95,13 @@ def test_a_quick_compile_differs_only_by_the_code_and_its_cycles():
 
 @pytest.mark.slow
 @pytest.mark.libtpu
-def test_the_memory_and_flops_describe_the_program():
+def test_the_memory_and_buffers_describe_the_program():
     _, _, found = _usual()
     weights, x = 4 * WIDTH**2 // 8, 4 * WIDTH**2 // 4
     assert found.memory.argument_bytes == weights + x
     assert found.memory.alias_bytes == weights  # donated
     assert found.memory.peak_bytes >= weights + x
     assert found.memory.host_argument_bytes == 0
-    assert found.flops == pytest.approx(3 * 2 * WIDTH**3 / 8, rel=0.05)
-    assert found.flops > 0
     for part in ("allocation 0: size", "value: <", "HloLiveRange", "(peak):"):
         assert part in found.buffers
 
@@ -266,7 +263,6 @@ def test_programs_for_local_devices_are_compiled_in_this_process():
         text = lowered.compile().as_text()
     assert len(found.text) == len(text)  # XLA:CPU prints maps in any order
     assert found.memory.argument_bytes == 4 * 64**2 * (1 / 8 + 1 / 4)
-    assert found.flops > 0
     assert "allocation 0: size" in found.buffers
 
 

@@ -41,7 +41,7 @@ class Network:
         self.seconds = functools.cache(self._seconds)
 
     def scatters_sums(self, axes: frozenset[str]) -> bool:
-        """Returns whether a sum of which each device needs a part is a reduce-scatter.
+        """Returns whether a sum becomes a reduce-scatter if each device needs only a part.
 
         By programs of libtpu 0.0.50: it is, except over a complete slice of three dims (v4, v5p) or
         of two equal ones (4x4, 8x8, 16x16 of v5e and v6e), which adds up everything.

@@ -1,4 +1,4 @@
-"""Collects the compiler's reports about a program: its text, memory, cost and buffers."""
+"""Collects the compiler's reports about a program: its text, memory and buffers."""
 
 import dataclasses
 import pathlib
@@ -52,7 +52,6 @@ class CompiledProgram:
     Attributes:
         text: HLO text, as from `jax.stages.Compiled.as_text()`.
         memory: Memory per device.
-        flops: XLA's count per device; a loop's body is counted once. 0 without machine code.
         seconds: Seconds that the compiler took.
         buffers: XLA's buffer assignment followed by its live ranges, which `liveness` parses; "" if
             XLA wrote none.
@@ -60,7 +59,6 @@ class CompiledProgram:
 
     text: str
     memory: MemoryStats
-    flops: float
     seconds: float
     buffers: str = ""
 
@@ -88,7 +86,6 @@ def from_executable(executable: Any, seconds: float, folder: str) -> CompiledPro
             host_temp_bytes=stats.host_temp_size_in_bytes,
             host_alias_bytes=stats.host_alias_size_in_bytes,
         ),
-        flops=(executable.cost_analysis() or {}).get("flops", 0.0),
         seconds=seconds,
         buffers=_buffers(folder),
     )
@@ -133,7 +130,6 @@ def from_files(folder: str, seconds: float) -> CompiledProgram:
             host_temp_bytes=on_host.temporaries,
             host_alias_bytes=on_host.aliased,
         ),
-        flops=0.0,
         seconds=seconds,
         buffers=buffers,
     )

@@ -14,19 +14,30 @@ from collections.abc import Callable, Iterator, Sequence
 from jax.extend.mlir import ir
 
 _MAX_EVALUATIONS = 1_000_000  # about a second
-_COMPARISONS = (
-    operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge,
-    operator.lt, operator.le, operator.gt, operator.ge,  # unsigned
-)  # fmt: skip
+
+
+def _divide(a: int, b: int) -> int:
+    """Returns the quotient, rounded toward zero."""
+    quotient = abs(a) // abs(b)
+    return quotient if (a < 0) == (b < 0) else -quotient
+
+
+def _compare_unsigned(compare: Callable[[int, int], bool]) -> Callable[[int, int], bool]:
+    # A negative integer is larger than all others, as its bits are.
+    return lambda a, b: compare(a % 2**64, b % 2**64)
+
+
+_SIGNED = (operator.lt, operator.le, operator.gt, operator.ge)
+_COMPARISONS = (operator.eq, operator.ne, *_SIGNED, *map(_compare_unsigned, _SIGNED))
 _Integer = int | None  # None if the value is unknown
 _OPERATIONS: dict[str, Callable[..., int]] = {
     "addi": operator.add,
     "subi": operator.sub,
     "muli": operator.mul,
-    "divsi": lambda a, b: int(a / b),
+    "divsi": _divide,
     "divui": operator.floordiv,
     "floordivsi": operator.floordiv,
-    "remsi": lambda a, b: a - b * int(a / b),
+    "remsi": lambda a, b: a - b * _divide(a, b),
     "remui": operator.mod,
     "minsi": min,
     "maxsi": max,
