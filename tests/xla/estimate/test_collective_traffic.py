@@ -292,7 +292,7 @@ ENTRY %main (p: f32[128]) -> f32[256] {
   %n = f32[128]{0} negate(%p), metadata={op_name="made" source_file="train.py" source_line=4}
   %s = ((f32[128]{0}), f32[256]{0}) call-start(%n), async_execution_thread="sparsecore", \
 to_apply=%called
-  %busy = f32[128]{0} negate(%p), backend_config={"estimated_cycles":"99000"}
+  %busy = f32[128]{0} reverse(%p), dimensions={0}, backend_config={"estimated_cycles":"99000"}
   ROOT %d = f32[256]{0} call-done(%s)
 }
 """
@@ -387,7 +387,8 @@ ENTRY %main (p: f32[2048]) -> f32[2048] {{
 frontend_attributes={{{names}}}
   %recv = (f32[2048]{{0}}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, \
 frontend_attributes={{{names}}}
-  %busy = f32[2048]{{0}} negate(%p), backend_config={{"estimated_cycles":"COMPUTE"}}
+  %busy = f32[2048]{{0}} reverse(%p), dimensions={{0}}, \
+backend_config={{"estimated_cycles":"COMPUTE"}}
   %sent = token[] send-done(%send), channel_id=2, is_host_transfer=true
   ROOT %done = (f32[2048]{{0}}, token[]) recv-done(%recv), channel_id=1, is_host_transfer=true
 }}

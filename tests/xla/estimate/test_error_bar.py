@@ -191,3 +191,18 @@ def test_a_step_waits_for_the_slowest_of_many_slices():
     assert step.slow_slices_s + cause.high_s == pytest.approx(100 * 0.06, rel=0.01)
     one = step_time.estimate(_program(NEGATION), V5E, dataclasses.replace(simulated, num_slices=1))
     assert one.slow_slices_s == 0
+
+
+def test_a_product_bound_by_memory_is_not_faster_than_its_bytes():
+    weights = MATRIX.replace("S(1)", "").replace("1024,1024", "1024,4096")
+    few = MATRIX.replace("1024,1024", "8,4096")
+    line = PRODUCT.replace(f"%c = {MATRIX} convolution(%a, %b)", f"%c = {few} convolution(%f, %w)")
+    parameters = (
+        f"%w = {weights} parameter(3)",
+        f"%f = {MATRIX.replace('1024,1024', '8,1024')} parameter(4)",
+    )
+    step = _estimate(_program(*parameters, line.replace("1000000", "22000")))
+    assert [cause.name for cause in step.causes] == [error_bar.READS]
+    assert step.low_s == pytest.approx(step.memory_bound_s)
+    assert step.low_s > step.step_s / 1.24
+    assert step.high_s == pytest.approx(1.24 * step.step_s)

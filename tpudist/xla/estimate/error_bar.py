@@ -10,19 +10,19 @@ training run, from published microbenchmarks:
    root of the sum of their squares from the estimate, for each end.
 3. A measured rate (`Calibration`) halves the range of its cause.
 4. A range without any measurement is twice that of the nearest measured one.
-5. No step is faster than its operations at the chip's peak.
+5. No step is faster than its operations at the chip's peak, and no instruction is faster than its
+   bytes at the high end of the memory's bandwidth.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from tpudist.xla.estimate import instruction_time, kernels, timeline
+from tpudist.xla.estimate import flops, instruction_time, kernels, timeline
 from tpudist.xla.estimate.timeline import Event
 from tpudist.xla.hardware import links
 from tpudist.xla.hardware.chips import CALIBRATED, Chip
 from tpudist.xla.hlo.hlo_module import Module
-from tpudist.xla.hlo.instructions import Instruction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,7 @@ class ErrorBar:
 
 
 PRODUCTS, CONVOLUTIONS, OTHERS = "matrix products", "convolutions", "other instructions"
+READS = "products bound by memory"
 MEMORY, START_UP, ICI = "memory bandwidth", "start-up of transfers", "ICI bandwidth"
 ALL_TO_ALL, DCN, DCN_SUMS = "all-to-all", "DCN bandwidth", "sums over DCN"
 HOST, GUESSED, OVERLAP = "host bandwidth", "guessed instructions", "overlap"
@@ -62,6 +63,7 @@ RANGES: Mapping[str, tuple[float, float]] = {
     # tpu7x, 12 % (`instruction_time.MATMULS`).
     PRODUCTS: (1 / 1.12, 1.12),
     # Not measured (rule 4).
+    READS: (1 / 1.24, 1.24),
     CONVOLUTIONS: (1 / 1.24, 1.24),
     OTHERS: (1 / 1.24, 1.24),
     # Time of a machine program over its estimate (`instruction_time`, rule 3): Splash attention of
@@ -155,6 +157,7 @@ class _Spread:
         self._slices = 1 + slowdown_of_slices(simulated.num_slices)
         self.step_s = max(simulated.seconds, memory_bound_s) * self._slices
         rates = instruction_time.Rates.of(chip)
+        self._bytes_per_s = rates.hbm_bytes_per_s / RANGES[MEMORY][0]
         self._compute_causes = {
             id(event): _cause_of_compute(module, rates, event)
             for event in simulated.events
@@ -186,7 +189,10 @@ class _Spread:
 
         def compute(event: Event) -> float:
             seconds = timeline.compute_seconds(event)
-            return seconds * factor if self._compute_causes[id(event)] == name else seconds
+            if self._compute_causes[id(event)] != name:
+                return seconds
+            num_bytes = event.price.hbm_bytes if event.price else 0.0
+            return max(seconds * factor, min(seconds, num_bytes / self._bytes_per_s))
 
         def transfer(event: Event) -> float:
             assert event.transfer is not None
@@ -250,14 +256,10 @@ def _cause_of_compute(module: Module, rates: instruction_time.Rates, event: Even
     if not module.has_cycles:
         return NO_CYCLES
     if price.kind == "matmul":
-        return CONVOLUTIONS if _is_convolution(module, instruction) else PRODUCTS
+        if flops.is_convolution(module, instruction):
+            return CONVOLUTIONS
+        return READS if rates.is_bound_by_memory(price) else PRODUCTS
     return OTHERS
-
-
-def _is_convolution(module: Module, instruction: Instruction) -> bool:
-    """Returns whether the user convolves: XLA writes each product as a convolution, too."""
-    parts = (instruction, *module.parts_of(instruction))
-    return any("conv_general_dilated" in part.op_name for part in parts)
 
 
 def _cause_of_transfer(event: Event) -> str:

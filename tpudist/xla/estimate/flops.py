@@ -54,6 +54,12 @@ def kinds_of_products(module: Module, instruction: Instruction) -> set[str]:
     return kinds
 
 
+def is_convolution(module: Module, instruction: Instruction) -> bool:
+    """Returns whether the user convolves: XLA writes each product as a convolution, too."""
+    parts = (instruction, *module.parts_of(instruction))
+    return any("conv_general_dilated" in part.op_name for part in parts)
+
+
 def _dot(attributes: str, lhs: Shape, rhs: Shape, out: Shape) -> float:
     contracting = _CONTRACTING.search(attributes)
     dims = [int(dim) for dim in contracting[1].split(",") if dim] if contracting else []

@@ -9,6 +9,12 @@ programs:
    at the rate that reproduces published microbenchmarks: one rate for instructions that multiply
    matrices, one for all others. Several measurements are averaged. A chip without measurements
    gets the mean of the others.
+   A product for which HBM needs longer than the matrix unit has cycles of a model of the memory:
+   by them, a product of 8 rows and a matrix of 1 GiB reads at 0.50 (v2) to 0.90 (v3) of the peak.
+   They are converted at the rate at which this product reads at the measured share.
+   Cycles of other instructions are too many in the same way. So if the bytes take longer than the
+   operations on the vector units, which hide as in rule 3, both are the most that an instruction
+   takes, with the overhead of rule 6.
 2. No instruction is faster than a measurement: it takes at least its FLOPs at the best published
    share of the chip's peak, and at least its bytes to and from HBM at the measured share of the
    bandwidth.
@@ -40,7 +46,9 @@ programs:
 6. A program without machine code (`compile_elsewhere`, quick) has no cycles. To the t us of rule 2
    a product adds 3 sqrt(t) us, and another instruction 6 sqrt(t), at most 15 us: short ones are
    less efficient. These numbers are from XLA's cycles of 99 programs of this repository's tests and
-   examples: 80 % of the programs take 0.84 to 1.15 times as long by their cycles.
+   examples: 80 % of the programs take 0.84 to 1.15 times as long by their cycles. A product for
+   which HBM needs longer adds 1.4 sqrt(t): the median by rule 1 of products of 8 to 128 rows and
+   matrices of 8 MiB to 512 MiB on v4, v5e, v5p, v6e and tpu7x (0.4 to 2.3 for 80 % of them).
 7. Names of values (tuples, bitcasts) take no time.
 
 Rates are per JAX device. A chip of v2, v3 or tpu7x is two devices, which share it evenly.
@@ -51,7 +59,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 
-from tpudist.xla.estimate import flops, hbm_traffic, kernels, scheduled_cycles
+from tpudist.xla.estimate import flops, hbm_traffic, kernels, scheduled_cycles, vector_work
 from tpudist.xla.hardware import chips
 from tpudist.xla.hardware.chips import CHIPS, Chip
 from tpudist.xla.hlo import kernel_bodies, shapes
@@ -128,6 +136,17 @@ COPY_CYCLES: Mapping[str, int] = {
     "tpu7x": 106_944,
 }
 COPY_BYTES = 2 * 2 * 4096**2  # read and written, 2 bytes per bf16
+# XLA's cycles (libtpu 0.0.50) for bf16[8, 8192] @ bf16[8192, 65536] (rule 1).
+READ_CYCLES: Mapping[str, int] = {
+    "v2": 4_287_304,
+    "v3": 2_503_531,
+    "v4": 1_230_255,
+    "v5e": 2_623_371,
+    "v5p": 1_051_048,
+    "v6e": 1_313_800,
+    "tpu7x": 753_368,
+}
+READ_BYTES = 2 * (8 * 8192 + 8192 * 65536 + 8 * 65536)
 _WIDE_UNITS = ("v6e", "tpu7x")  # generations with a matrix unit of 256, not 128 (rule 3)
 COPYING_STEP_S = 0.35e-6  # rule 3
 _STEP_CYCLES = (40, 25)  # rule 3: per step of the grid, and per block
@@ -136,8 +155,9 @@ _LANES = 1024  # of each vector unit (rule 3)
 _FEW_VECTOR_UNITS = ("v2", "v3", "v4")
 _VMEM_OVER_HBM = 22.0  # rule 4
 CALLBACK_S = 0.1e-3  # rule 5
-# Rule 6. The first two are square roots of seconds.
+# Rule 6. The overheads are square roots of seconds; the maximum is in seconds.
 _PRODUCT_OVERHEAD, _OTHER_OVERHEAD, _MAX_OVERHEAD_S = 3e-3, 6e-3, 15e-6
+_READ_OVERHEAD = 1.4e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +193,7 @@ class Rates:
         matmul_share: Share of the peak that a large matrix multiplication reaches.
         hbm_bytes_per_s: Bytes of a large copy, read and written together.
         matmul_cycles_per_s: XLA's cycles of instructions that multiply matrices.
+        read_cycles_per_s: XLA's cycles of such instructions for which HBM needs longer.
         other_cycles_per_s: XLA's cycles of all other instructions.
         unit_width: Width of the matrix unit.
     """
@@ -181,6 +202,7 @@ class Rates:
     matmul_share: float
     hbm_bytes_per_s: float
     matmul_cycles_per_s: float
+    read_cycles_per_s: float
     other_cycles_per_s: float
     unit_width: int
 
@@ -197,6 +219,7 @@ class Rates:
             matmul_share=share,
             hbm_bytes_per_s=hbm_bytes_per_s,
             matmul_cycles_per_s=chip.cycles_per_s * _cycles_per_clock(chip) * share / published,
+            read_cycles_per_s=READ_CYCLES[chip.generation] * hbm_bytes_per_s / READ_BYTES,
             other_cycles_per_s=COPY_CYCLES[chip.generation] * hbm_bytes_per_s / COPY_BYTES,
             unit_width=256 if chip.generation in _WIDE_UNITS else 128,
         )
@@ -205,6 +228,10 @@ class Rates:
         """Returns the operations of a large matrix multiplication: of the slowest of `kinds`."""
         peak = min(map(self.chip.peak_flops_per_s, kinds))
         return peak / self.chip.devices_per_chip * self.matmul_share
+
+    def is_bound_by_memory(self, price: Price) -> bool:
+        """Returns whether the bytes of an instruction take longer than its multiplications."""
+        return price.hbm_bytes / self.hbm_bytes_per_s > price.peak_s / self.matmul_share
 
     def price(self, module: Module, instruction: Instruction) -> Price:
         """Returns the cost of one run; zero for loops and calls, whose bodies count instead."""
@@ -219,12 +246,17 @@ class Rates:
         if num_flops:
             kinds = flops.kinds_of_products(module, instruction) or {"bf16"}
             at_rate_s = num_flops / self.flops_per_s(kinds)
-            seconds = max((cycles or 0) / self.matmul_cycles_per_s, at_rate_s, hbm_s)
+            reads = hbm_s > at_rate_s and not flops.is_convolution(module, instruction)
+            cycles_per_s = self.read_cycles_per_s if reads else self.matmul_cycles_per_s
+            seconds = max((cycles or 0) / cycles_per_s, at_rate_s, hbm_s)
             if not module.has_cycles:
-                seconds += _PRODUCT_OVERHEAD * math.sqrt(seconds)
+                seconds += (_READ_OVERHEAD if reads else _PRODUCT_OVERHEAD) * math.sqrt(seconds)
             return Price(seconds, "matmul", num_flops, num_bytes, at_rate_s * self.matmul_share)
         if cycles is not None:
             seconds = max(cycles / self.other_cycles_per_s, hbm_s)
+            num_ops = vector_work.count(module, instruction) if seconds > hbm_s else None
+            if num_ops is not None and hbm_s > (vector_s := num_ops / self._vector_ops_per_s):
+                seconds = min(seconds, _overlap(hbm_s, vector_s) + _other_overhead_s(hbm_s))
             return Price(seconds, "elementwise", 0.0, num_bytes)
         guess = scheduled_cycles.guess(module, instruction)
         vmem_s = hbm_traffic.vmem_bytes(module, instruction)
@@ -232,7 +264,7 @@ class Rates:
         guessed_s = guess.cycles / self.chip.cycles_per_s if guess else 0.0
         bytes_s = max(hbm_s, vmem_s)
         if guess is None and not module.has_cycles:
-            bytes_s += min(_OTHER_OVERHEAD * math.sqrt(bytes_s), _MAX_OVERHEAD_S)
+            bytes_s += _other_overhead_s(bytes_s)
         # If the bytes take longer, they decide the time, and nothing is guessed.
         is_guessed = guess is not None and (not guess.cycles or guessed_s > bytes_s)
         what = guess.what if guess and is_guessed else ""
@@ -280,17 +312,18 @@ class Rates:
         used_cores = cores if body.is_parallel else 1
         products_s *= cores / used_cores
         vector_s = share * body.num_steps * body.vector_ops
-        vector_s /= used_cores * self._vector_units * _LANES * self.chip.cycles_per_s
-        longer_s, shorter_s = max(products_s, vector_s), min(products_s, vector_s)
+        vector_s *= cores / used_cores / self._vector_ops_per_s
         per_step, per_block = _STEP_CYCLES
         cycles = body.num_steps * (per_step + per_block * len(body.blocks))
         steps_s = cycles / self.chip.cycles_per_s / used_cores
         copies_s = share * body.num_copying_steps * COPYING_STEP_S / used_cores
-        return longer_s + (1 - _HIDDEN_SHARE) * shorter_s + steps_s, copies_s
+        return _overlap(products_s, vector_s) + steps_s, copies_s
 
     @property
-    def _vector_units(self) -> int:
-        return 2 if self.chip.generation in _FEW_VECTOR_UNITS else 4
+    def _vector_ops_per_s(self) -> float:
+        units = 2 if self.chip.generation in _FEW_VECTOR_UNITS else 4
+        cores = self.chip.cores_in_name / self.chip.devices_per_chip
+        return cores * units * _LANES * self.chip.cycles_per_s
 
     def _price_callback(self, instruction: Instruction) -> Price:
         """Returns the cost of an end of a callback, or of a computation on the host (rule 5)."""
@@ -306,6 +339,16 @@ class Rates:
         num_bytes = sum(array.padded_bytes for array in arrays)
         rate = self.chip.host_bytes_per_s / self.chip.devices_per_chip
         return Price(num_bytes / rate + call_s, "host", 0.0, float(num_bytes), guess=guess)
+
+
+def _overlap(*seconds: float) -> float:
+    """Returns the time of two units that work at the same time (rule 3)."""
+    return max(seconds) + (1 - _HIDDEN_SHARE) * min(seconds)
+
+
+def _other_overhead_s(seconds: float) -> float:
+    """Returns the time by which an instruction without products exceeds that of its bytes."""
+    return min(_OTHER_OVERHEAD * math.sqrt(seconds), _MAX_OVERHEAD_S)
 
 
 def _is_callback(instruction: Instruction) -> bool:
