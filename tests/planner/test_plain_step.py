@@ -135,6 +135,10 @@ def test_the_mesh_in_force_is_used():
     assert plan.memory.categories["batch"] == 64 * 16 * 4 // 8
 
 
+def pad(x, rows):
+    return jnp.concatenate([x, jnp.zeros((rows, x.shape[1]))])
+
+
 def with_own_mesh():
     rows = NamedSharding(data_mesh(), P("data"))
     return lambda x: jax.lax.with_sharding_constraint(x, rows).sum(), X
@@ -173,6 +177,12 @@ def with_own_mesh():
             ),
             ValueError,
             "pass 'b' by position, or give its arrays shardings",
+        ),
+        (lambda: planner.plan(pad, X, 3), TypeError, r"Pass static_argnums=\[1\] to planner.plan"),
+        (
+            lambda: planner.plan(pad, X, kwargs={"rows": 3}),
+            TypeError,
+            r"Pass functools.partial\(step, rows=3\) in place of the step",
         ),
     ],
 )

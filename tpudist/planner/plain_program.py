@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from tpudist.xla.estimate.memory import InputLeaf
 
 Step = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered
 _JITTED = type(jax.jit(lambda: None))  # JAX does not name the class
+_NUMBERS = (bool, int, float, complex)
 DEVICES_RULE = (
     "Run the program on as many devices as the slice has, which may be emulated: "
     'tpudist.emulate(num_devices=8). Or make its mesh of tpudist.planner.devices("v5e-8").'
@@ -188,12 +190,39 @@ def lower_call(
                 f"{DEVICES_RULE}"
             ) from error
         except (TypeError, IndexError) as error:  # also those of JAX about values of arrays
-            error.args = (call.name_inputs(str(error)), *error.args[1:])
+            text = call.name_inputs(str(error))
+            advice = "" if has_own_lower else _advise_on_numbers(text, call)
+            error.args = (f"{text}{advice}", *error.args[1:])
             raise
         # Equinox and Flax wrap the program of JAX.
         lowered = lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
         closed = _trace_wrapped(jitted, call).jaxpr
         return LoweredCall(name, lowered, closed, call.leaves, call.num_first)
+
+
+def _advise_on_numbers(text: str, call: PlacedCall) -> str:
+    """Returns how to pass the Python numbers whose values a step needs, for an error of JAX."""
+    _, needs_value, needed = text.partition("depends on the value")
+    if not needs_value:
+        return ""
+    by_position, start = [], 0
+    for i, x in enumerate(call.args):
+        if isinstance(x, _NUMBERS) and _names(needed, call.leaves[start].name):
+            by_position.append(i)
+        start += len(jax.tree.leaves(x))
+    if by_position:
+        return (
+            f"\nPass static_argnums={by_position} to planner.plan, as to jax.jit: these arguments "
+            "stay Python numbers."
+        )
+    for name, x in call.kwargs.items():
+        if isinstance(x, _NUMBERS) and _names(needed, name):
+            return f"\nPass functools.partial(step, {name}={x!r}) in place of the step."
+    return ""
+
+
+def _names(text: str, name: str) -> bool:
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
 
 
 def _lower_wrapped(name: str, step: Callable[..., Any], call: PlacedCall) -> LoweredCall:

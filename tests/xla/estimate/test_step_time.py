@@ -77,6 +77,11 @@ INSIDE = {
   ROOT %f = {BIG} fusion(%p), kind=kLoop, calls=%deeper
 }}
 """,
+    "several": f"""%inside (p: f32[64,128]) -> (f32[8,128], s32[8,128]) {{
+  %p = {BIG} parameter(0)
+  ROOT %t = ({SMALL}, s32[8,128]{{1,0:T(8,128)}}) custom-call(%p), custom_call_target="TopK"
+}}
+""",
     "fill": f"""%inside (p: f32[8,128], i: s32[8]) -> f32[64,128] {{
   %p = {SMALL} parameter(0)
   %i = s32[8]{{0:T(1024)S(1)}} parameter(1)
@@ -111,6 +116,7 @@ VMEM_BIG = BIG.replace("(8,128)}", "(8,128)S(1)}")
         ("nested", f"%x = {SMALL} fusion(%a, %i), {FUSED}", 2 * ROW),
         ("renamed", f"%x = {SMALL} fusion(%v, %a), {FUSED}", ALL + ROW),
         ("copy", f"%x = {BIG} fusion(%a), {FUSED}", 2 * ALL),
+        ("several", f"%x = ({SMALL}, {SMALL}) fusion(%b), {FUSED}", 2 * ROW),
         ("fill", f"%x = {BIG} fusion(%c, %i), {FUSED}", ALL + ROW),
     ],
 )

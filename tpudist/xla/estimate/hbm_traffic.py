@@ -141,7 +141,7 @@ def _fusion_bytes(module: Module, fusion: Instruction) -> float:
         if all(_is_in_hbm(array) for array in operands[number].arrays)
     )
     root = callee.root
-    results = [root]
+    results = [root] * len(fusion.arrays)  # one operation may have several results, as a sort has
     if root.opcode == "tuple":
         results = [callee.instructions[name] for name in root.operands]
     # A result that is a tuple has several arrays; the shape of the fusion lists them all.
