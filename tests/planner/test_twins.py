@@ -266,6 +266,11 @@ def of_fully_sharded_parameters():
     return of_split_parameters({"fsdp": 8}, specs)
 
 
+def of_replicas_with_fully_sharded_parameters():
+    specs = {"w1": P(None, "fsdp"), "b1": P("fsdp"), "w2": P("fsdp")}
+    return of_split_parameters({"data": 2, "fsdp": 4}, specs)
+
+
 def of_tensor_parallel_parameters():
     specs = {"w1": P(None, "tensor"), "b1": P("tensor"), "w2": P("tensor")}
     return of_split_parameters({"data": 2, "tensor": 4}, specs)
@@ -358,6 +363,7 @@ def figures(plan):
         of_nnx,
         of_linen_with_batch_normalization,
         of_fully_sharded_parameters,
+        of_replicas_with_fully_sharded_parameters,
         of_tensor_parallel_parameters,
         of_keras,
     ],
@@ -380,6 +386,24 @@ def test_jit_reduces_the_gradient_of_a_shared_weight_once_per_use():
     more = sum(x.num_bytes * x.count for x in plain.collectives)
     more -= sum(x.num_bytes * x.count for x in twin.collectives)
     assert more == pytest.approx(1024 * 128 * 4, rel=0.01)
+
+
+def test_jit_reduces_the_gradient_of_a_lookup_over_all_axes():
+    """In a replica, XLA gathers the rows of the gradient over the axes that split the batch."""
+
+    def loss_fn(params, x, y):
+        return mean_loss(jnp.tanh(params["table"][y] + x @ params["w"]), y)
+
+    sizes = {"table": (1024, 128), "w": (128, 128)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in sizes.items()}
+    specs = {"table": P(), "w": P("fsdp")}
+    plain, twin = of_split_parameters({"data": 2, "fsdp": 4}, specs, params, loss_fn)
+
+    def reduced(plan):
+        return {x.axes for x in plan.collectives if x.kind == "all-reduce" and x.num_bytes > 4096}
+
+    assert ("data", "fsdp") in reduced(plain)
+    assert reduced(twin) == {("replica",)}
 
 
 def test_jit_reduces_the_gradients_of_scanned_layers_one_by_one():
