@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpudist.xla.devices import slice_index
+from tpudist.xla.estimate import instruction_time
 from tpudist.xla.estimate.instruction_time import Rates
 from tpudist.xla.hardware import links
 from tpudist.xla.hardware.chips import Chip
@@ -104,8 +105,17 @@ class Network:
             width = self.rates.unit_width
             small, large = sorted((rows, columns))
             flops *= _pad(small, width) * _pad(large, _SUBLANES) * _pad(summed, width)
+        if not flops:
+            return self.loop_seconds(num_bytes)
         at_rate_s = flops / self.rates.flops_per_s((kind,))
-        return max(at_rate_s, num_bytes / self.rates.hbm_bytes_per_s)
+        hbm_s = num_bytes / self.rates.hbm_bytes_per_s
+        seconds, reads = max(at_rate_s, hbm_s), hbm_s > at_rate_s and dims is not None
+        return seconds + instruction_time.product_overhead_s(seconds, reads=reads)
+
+    def loop_seconds(self, num_bytes: float) -> float:
+        """Returns the time of an operation that only moves bytes to and from HBM."""
+        seconds = num_bytes / self.rates.hbm_bytes_per_s
+        return seconds + instruction_time.other_overhead_s(seconds)
 
     def host_seconds(self, num_bytes: float) -> float:
         """Returns the time of a copy to or from the host."""

@@ -13,6 +13,7 @@ from tpudist.programs import elementwise, equation_layouts, flat_program, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Kernel, Scan, Structure, While
 
 _ADDS = ("add", "add_any")
+_SUBLANES, _LANES = 8, 128  # of a tile: jax-ml/scaling-book, tpus.md
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,6 +109,10 @@ def read(program: jaxprs.Program) -> Block:
         if step.eqn.effects or not needed.isdisjoint(step.outputs):
             kept.append(step)
             needed.update(step.inputs)
+    padding = _find_padding(kept, arrays)
+    for number, array in arrays.items():
+        if factor := padding.get(array.shape):
+            arrays[number] = dataclasses.replace(array, item_bytes=factor * array.item_bytes)
     scalars = _find_scalars(flat, arrays)
     uses = [0] * flat.num_values
     for number in flat.outputs:
@@ -150,6 +155,27 @@ def read(program: jaxprs.Program) -> Block:
         frozenset(_find_accumulated(operations, flat.inputs, uses)),
         frozenset(i for x in operations if x.name in _ADDS for i in x.inputs if uses[i] == 1),
     )
+
+
+def _find_padding(
+    steps: Sequence[flat_program.Operation], arrays: dict[int, Array]
+) -> dict[Shape, float]:
+    """Returns the factor by which the memory layout enlarges the operands of convolutions.
+
+    The channels of an array are the lanes of its tiles, except those of an image, which are few.
+    """
+    found: dict[Shape, float] = {}
+    for step in steps:
+        if step.eqn.primitive.name == "conv_general_dilated":
+            numbers = step.eqn.params["dimension_numbers"]
+            pairs = (step.inputs[0], numbers.lhs_spec), (step.outputs[0], numbers.out_spec)
+            for number, spec in pairs:
+                shape = arrays[number].shape
+                channels = shape[spec[1]]
+                if _SUBLANES <= channels:
+                    factor = -(-channels // _LANES) * _LANES / channels
+                    found[shape] = max(found.get(shape, 1.0), factor)
+    return found
 
 
 def _find_scalars(

@@ -1,6 +1,7 @@
 """Rules of products: matrix multiplications, convolutions and kernels."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -97,13 +98,11 @@ class ProductRules(ElementRules):
             shape[out] = left.shape[dim]
         result = Value(tuple(shape), axes, array.item_bytes, partial)
         flops, dims = self._product_flops(operation, product, left, right, result)
-        sources = frozenset().union(left.reads, right.reads, *(v.reads for v in others))
-        num_bytes = sum(x.num_bytes for x in sources) + result.num_bytes
         kind = chips.kind_of_products(map(model_flops.bits_of, operation.eqn.invars[:2]))
-        seconds = self.network.product_seconds(flops, kind, dims, num_bytes)
-        self.spend_product(seconds, flops, num_bytes)
+        seconds_of = functools.partial(self.network.product_seconds, flops, kind, dims)
         is_live = number not in self.block.accumulated
-        written = self.new_value(result, is_product=True, is_live=is_live)
+        operands = left, right, *others
+        written = self.write_product(flops, seconds_of, operands, result, is_live=is_live)
         # The addends of two products are added before their sum over devices.
         return written if number in self.block.added else self.sum(written, self.wanted[number])
 
@@ -122,6 +121,8 @@ class ProductRules(ElementRules):
         columns = math.prod(right.shape[dim] for dim, _ in product.right)
         count = math.prod(left.shape[a] for a, _, _ in product.batch)
         flops = 2.0 * count * rows * summed * columns
+        if summed == 1 or (count > 1 and 1 in (rows, columns)):
+            return 0.0, None  # XLA multiplies elements (`dot_strength_reduction`)
         precision = operation.eqn.params["precision"]
         is_wide = all(self.block.arrays[i].item_bytes >= 4 for i in operation.inputs)
         if precision and is_wide:
@@ -149,6 +150,13 @@ class ProductRules(ElementRules):
             return None
 
         names = [n for axes in (left.axes, right.axes, wanted or ()) for x in axes for n in x]
+        # A sum over one axis includes others at no cost.
+        is_summed = any(
+            (place := find(left.axes, 0, name)) is not None
+            and place[2] is None
+            and place == find(right.axes, 1, name)
+            for name in names
+        )
         for name in dict.fromkeys(names):
             mine, other = find(left.axes, 0, name), find(right.axes, 1, name)
             request = find(wanted, 2, name)
@@ -167,7 +175,7 @@ class ProductRules(ElementRules):
                 owner = left if mine is not None else right
                 parts = math.prod(num_parts(x, self.sizes) for x in wanted or ()) or 1
                 result = math.prod(array.shape) * array.item_bytes / parts
-                if self._whole(owner, name) < 2 * result:
+                if not is_summed and self._whole(owner, name) < 2 * result:
                     chosen = request
             if chosen is not None and self._divides(name, chosen, left, right, split[chosen]):
                 split[chosen].append(name)
@@ -213,6 +221,7 @@ class ProductRules(ElementRules):
             flops = kernel.flops
         if flops is None:
             flops = model_flops.count(kernel.body) * steps
+        self.leave_chip()
         sources = frozenset().union(*(v.reads for v in values))
         num_bytes = sum(x.num_bytes for x in sources) + sum(x.num_bytes for x in results)
         seconds = self.network.product_seconds(flops, "bf16", None, num_bytes)

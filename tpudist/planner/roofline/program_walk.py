@@ -3,9 +3,15 @@
 The rules, fixed before any comparison with compiled programs:
 
 1. Operations on elements, and changes of layout, are fused into the operations that read them. They
-   cost what they read. A value with several users is written first if that is less to read.
+   cost what they read. A value with several users is written first if that is less to read. A loop
+   shares the pass of an earlier loop over the same value, or of the product that wrote it, unless
+   it needs a value from after that pass (multi-output fusion). Operands of convolutions have their
+   padding (`operation_blocks`). A value that stays on the chip costs no bytes of HBM
+   (`on_chip_memory`).
 2. A product (matrix multiplication, convolution, kernel) takes its operations at the rate of large
-   products, or its bytes at the rate of HBM. The last operation on elements is part of it.
+   products, or its bytes at the rate of HBM. The last operation on elements is part of it. Products
+   of vectors are operations on elements. Each operation adds what quick plans add (rule 6 of
+   `instruction_time`).
 3. An operand that is split over an axis which the product does not sum or keep is gathered; a
    gathered value is used again in the same block. Devices add up sums over an axis with an
    all-reduce, or with a reduce-scatter where each needs only its part
@@ -13,7 +19,8 @@ The rules, fixed before any comparison with compiled programs:
    state changes. Operations with the same scalar operand and shape are split alike (`hints.link`).
 4. Gathers run in parallel with earlier products of their block on chips that do so: there the next
    operand is gathered meanwhile, so the first one of a loop's body is waited for. Everything else
-   is waited for, too. Sums of less than 1 MiB in a block start together.
+   is waited for, too. Sums of less than 1 MiB in a block start together, unless one needs the
+   result of another.
 5. Memory contains the arguments, each value until its last use, and the results of loops. The
    body of a loop adds its own peak.
 """
@@ -109,6 +116,7 @@ class Walk(ProductRules):
         rows: list[Value],
         requests: Sequence[Axes | None],
     ) -> tuple["Walk", list[Value]]:
+        self.leave_chip()
         body = self._inner(operation, 0, self.depth + 1)
         in_place = [True] * len(carry)
         return body, body.run([*consts, *carry, *rows], requests, in_place)
@@ -123,6 +131,7 @@ class Walk(ProductRules):
     def _branch(self, operation: Operation) -> list[Value]:
         """Runs a loop of unknown length once, or the slowest branch."""
         values = self.operands(operation)
+        self.leave_chip()
         structure, slowest = operation.structure, None
         outputs: list[Value] = []
         inputs = values[1:] if isinstance(structure, Cond) else values
@@ -160,6 +169,7 @@ class Walk(ProductRules):
             part = body_block.arrays[inner]
             traced += math.prod(part.shape) * part.item_bytes
             results.append(self.local(array, self._axes_of_spec(spec, array)))
+        self.leave_chip()
         # The body has the shapes of a device of the trace; its work follows its results.
         share = sum(x.num_bytes for x in results) / traced if traced else 1.0
         body = self._inner(operation, 0, self.depth + 1)

@@ -11,6 +11,10 @@ Sizes = Mapping[str, int]
 """Sizes of the mesh axes."""
 
 
+CLOCK = itertools.count(1)
+"""Ticks once for each buffer and each loop of a walk."""
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class Buffer:
     """Memory of a value that an operation writes.
@@ -21,6 +25,8 @@ class Buffer:
         parents: Buffers that it is a part of.
         users: Number of values that are computed from it, for its lifetime.
         live_bytes: Bytes that end with its last user; 0 for memory of the caller.
+        number: Tick of the clock when it was written.
+        last_pass: Tick of the last loop that read it, or of the product that wrote it.
     """
 
     num_bytes: float
@@ -28,6 +34,8 @@ class Buffer:
     parents: tuple["Buffer", ...] = ()
     users: int = 0
     live_bytes: float = 0.0
+    number: int = dataclasses.field(default_factory=lambda: next(CLOCK))
+    last_pass: int = 0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -43,6 +51,7 @@ class Value:
         origin: Identifies its numbers, which may have another dtype or order there.
         is_single: Whether each value since the last buffer has one use.
         is_state: Whether it follows from the state of the training, and not from the batch.
+        num_sums: Largest number of small sums over devices that follow from each other before it.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +62,7 @@ class Value:
     origin: object = None
     is_single: bool = True
     is_state: bool = False
+    num_sums: int = 0
 
     @property
     def num_bytes(self) -> float:
@@ -101,8 +111,19 @@ def fit(shape: Sequence[int], axes: Axes, sizes: Sizes, traced: Sizes) -> Axes:
 
 
 def local_shape(shape: Sequence[int], axes: Axes, sizes: Sizes) -> tuple[int, ...]:
-    """Returns the shape on one device."""
-    return tuple(-(-n // num_parts(names, sizes)) for n, names in zip(shape, axes, strict=True))
+    """Returns the shape on one device.
+
+    If a dim has fewer elements than devices, because it had one per device of the trace, the next
+    dims have fewer elements here (`resize`).
+    """
+    found = []
+    rest = 1
+    for size, names in zip(shape, axes, strict=True):
+        parts = rest * num_parts(names, sizes)
+        own = math.gcd(parts, size) if rest > 1 or parts > size else parts
+        found.append(-(-size // own))
+        rest = parts // own
+    return tuple(found)
 
 
 def resize(shape: Sequence[int], axes: Axes, sizes: Sizes, traced: Sizes) -> tuple[int, ...]:

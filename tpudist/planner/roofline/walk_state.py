@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpudist.planner.roofline import hints
+from tpudist.planner.roofline.device_account import DeviceAccount
 from tpudist.planner.roofline.network import Network
 from tpudist.planner.roofline.operation_blocks import Array, Block, Operation
 from tpudist.planner.roofline.sharded_value import (
@@ -23,43 +24,7 @@ _SMALL_SUM = 2**20  # bytes (rule 4)
 _MIN_SAVING = 1.5  # rule 1: sources of a value with several users over its own bytes
 
 
-@dataclasses.dataclass
-class Cost:
-    """The cost of a block on one device.
-
-    Attributes:
-        compute_s: Seconds of products and of reading and writing.
-        slack_s: Seconds of products that the next gather can run in parallel with.
-        exposed_s: Seconds of communication that is waited for.
-        flops: Operations of products.
-        hbm_bytes: Bytes to and from HBM.
-        peak_bytes: Memory at the peak, without the inputs.
-        sums: Bytes of small sums, by their axes.
-    """
-
-    compute_s: float = 0.0
-    slack_s: float = 0.0
-    exposed_s: float = 0.0
-    flops: float = 0.0
-    hbm_bytes: float = 0.0
-    peak_bytes: float = 0.0
-    sums: dict[frozenset[str], float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of the block."""
-        return self.compute_s + self.exposed_s
-
-    def add(self, inner: "Cost", times: float, share: float = 1.0) -> None:
-        """Adds a block that runs `times` times, on a share of its traced arrays."""
-        self.compute_s += times * share * inner.compute_s
-        self.exposed_s += times * share * inner.exposed_s
-        self.slack_s = 0.0
-        self.flops += times * share * inner.flops
-        self.hbm_bytes += times * share * inner.hbm_bytes
-
-
-class WalkState(abc.ABC):
+class WalkState(DeviceAccount, abc.ABC):
     """The walk over one block; `program_walk.Walk` has the rules of the operations.
 
     Attributes:
@@ -84,16 +49,15 @@ class WalkState(abc.ABC):
         depth: int = 0,
         links: hints.Links | None = None,
     ):
-        self.block, self.network, self.traced = block, network, traced
+        super().__init__(network)
+        self.block, self.traced = block, traced
         self.sizes, self.lazy, self.depth = network.sizes, lazy, depth
         self.values: list[Value | None] = [None] * len(block.arrays)
         self.wanted: list[Axes | None] = []
         self.links: hints.Links = links or {}
         self.is_relinked = False
-        self.cost = Cost()
-        self._live_bytes = 0.0
         self._gathered: dict[Any, Value] = {}
-        self._made: list[Buffer] = []  # by the current operation
+        self._num_sums = 0  # before the current operation
 
     def run(
         self,
@@ -118,10 +82,13 @@ class WalkState(abc.ABC):
             constant = Value(shape, unsplit(len(shape)), array.item_bytes, is_state=True)
             self._store(number, constant)
         for operation in block.operations:
+            self._num_sums = max((self.value(i).num_sums for i in operation.inputs), default=0)
             results = self.apply(operation)
+            self._num_sums = max((self.value(i).num_sums for i in operation.inputs), default=0)
             is_state = all(self.value(i).is_state for i in operation.inputs)
             for number, value in zip(operation.outputs, results, strict=True):
                 value.is_state = is_state
+                value.num_sums = max(value.num_sums, self._num_sums)
                 self._store(number, value)
             self.mark_peak()
             for number in operation.last_uses:
@@ -147,15 +114,19 @@ class WalkState(abc.ABC):
             outputs.append(value)
         # One loop over the elements writes them all, and reads each operand once.
         sources: set[Buffer] = set()
+        num_bytes = 0.0
         for i, value in enumerate(outputs):
             if self.is_fused(value):
                 sources |= value.reads
                 keeps = not (i < len(in_place) and in_place[i])
                 outputs[i] = self.new_value(value, is_live=keeps)
-                self._spend_bytes(value.num_bytes)
-        self._spend_bytes(sum(buffer.num_bytes for buffer in sources))
+                num_bytes += value.num_bytes
+            else:
+                num_bytes += sum(map(self._on_chip.remove, value.reads))
+        self._spend_bytes(self._read(sources) + num_bytes)
+        self.cost.hbm_bytes += self._on_chip.hidden_bytes
         self.mark_peak()
-        for axes, num_bytes in self.cost.sums.items():
+        for (axes, _), num_bytes in self.cost.sums.items():
             self.cost.exposed_s += self.network.seconds("all-reduce", num_bytes, axes)
         return outputs
 
@@ -196,75 +167,16 @@ class WalkState(abc.ABC):
             if not buffer.users:
                 self._free(buffer)
 
-    def _free(self, buffer: Buffer) -> None:
-        self._live_bytes -= buffer.live_bytes
-        buffer.live_bytes = 0.0
-        for parent in buffer.parents:
-            parent.users -= 1
-            if not parent.users:
-                self._free(parent)
-
-    def is_fused(self, value: Value) -> bool:
-        """Returns whether a value is computed where it is read, and not in memory."""
-        return len(value.reads) != 1 or next(iter(value.reads)).num_bytes != value.num_bytes
-
-    def new_value(self, like: Value, *, is_product: bool = False, is_live: bool = True) -> Value:
-        """Returns a value in a buffer of its own."""
-        num_bytes = like.num_bytes
-        live = num_bytes if is_live else 0.0
-        self._live_bytes += live
-        buffer = Buffer(num_bytes, is_product=is_product, live_bytes=live)
-        self._made.append(buffer)
-        reads = frozenset((buffer,))
-        return dataclasses.replace(like, reads=reads, is_single=True)
-
-    def part(self, value: Value, like: Value) -> Value:
-        """Returns a part of a value, which reads only its own bytes."""
-        for buffer in value.reads:
-            buffer.users += 1
-        view = Buffer(like.num_bytes, parents=tuple(value.reads))
-        return dataclasses.replace(like, reads=frozenset((view,)))
-
-    def write(self, value: Value) -> Value:
-        """Computes a fused value into memory."""
-        # The last operation on the result of a product is part of the product, which wrote it.
-        merged = [x for x in value.reads if x.is_product] if value.is_single else []
-        others = value.read_bytes - sum(x.num_bytes for x in merged)
-        self._spend_bytes(others + (0.0 if merged else value.num_bytes))
-        for buffer in merged:
-            self._free(buffer)
-        return self.new_value(value)
-
-    def mark_peak(self, extra: float = 0.0) -> None:
-        """Notes the memory in use, with `extra` bytes."""
-        self.cost.peak_bytes = max(self.cost.peak_bytes, self._live_bytes + extra)
-
-    # Time.
-
-    def _spend_bytes(self, num_bytes: float) -> None:
-        self.cost.hbm_bytes += num_bytes
-        self.cost.compute_s += num_bytes / self.network.rates.hbm_bytes_per_s
-
-    def read_and_write(self, values: Sequence[Value], result: Value) -> Value:
-        """Returns the result of an operation that is bound by memory."""
-        sources = frozenset().union(*(value.reads for value in values))
-        self._spend_bytes(sum(x.num_bytes for x in sources) + result.num_bytes)
-        return self.new_value(result)
-
-    def spend_product(self, seconds: float, flops: float, num_bytes: float) -> None:
-        """Adds a product."""
-        self.cost.compute_s += seconds
-        self.cost.slack_s += seconds
-        self.cost.flops += flops
-        self.cost.hbm_bytes += num_bytes
-
-    def communicate(self, kind: str, num_bytes: float, axes: frozenset[str]) -> None:
-        """Adds a collective along axes."""
+    def communicate(
+        self, kind: str, num_bytes: float, axes: frozenset[str], num_sums: int = 0
+    ) -> None:
+        """Adds a collective along axes, after a number of small sums."""
         axes = frozenset(name for name in axes if self.sizes.get(name, 1) > 1)
         if not axes:
             return
         if kind == "all-reduce" and (num_bytes < _SMALL_SUM or axes <= self.lazy):
-            self.cost.sums[axes] = self.cost.sums.get(axes, 0.0) + num_bytes
+            key = axes, 0 if axes <= self.lazy else num_sums
+            self.cost.sums[key] = self.cost.sums.get(key, 0.0) + num_bytes
             return
         seconds = self.network.seconds(kind, num_bytes, axes)
         if kind == "all-gather" and self.network.hides_gathers:
@@ -288,20 +200,25 @@ class WalkState(abc.ABC):
                     if shape[dim] % self.sizes[name] == 0:
                         shape[dim] //= self.sizes[name]
                         split[dim] += (name,)
+        num_sums = max(value.num_sums, self._num_sums)
         summed = Value(tuple(shape), tuple(split), value.item_bytes, value.partial - axes)
+        summed.num_sums = num_sums + 1
         # Over slices and replicas, only the part is summed that a device keeps.
         inner = frozenset(axes - self.lazy)
         kept = inner & names_in(summed.axes) - names_in(value.axes)
         if kept and self.network.scatters_sums(inner):
             self.communicate("reduce-scatter", value.num_bytes, kept)
-            self.communicate("all-reduce", summed.num_bytes, inner - kept)
+            self.communicate("all-reduce", summed.num_bytes, inner - kept, num_sums)
         else:
-            self.communicate("all-reduce", value.num_bytes, inner)
+            self.communicate("all-reduce", value.num_bytes, inner, num_sums)
         self.communicate("all-reduce", summed.num_bytes, frozenset(axes & self.lazy))
+        result = self.new_value(summed)
         for buffer in value.reads:  # the sum of a new value takes its memory
             if not buffer.users:
+                if len(value.reads) == 1:
+                    self._spend_bytes(self._on_chip.replace(buffer, *result.reads))
                 self._free(buffer)
-        return self.new_value(summed)
+        return result
 
     def reshard(self, value: Value, target: Axes) -> Value:
         """Returns a value with other axes: gathered, sliced or exchanged."""
@@ -315,10 +232,11 @@ class WalkState(abc.ABC):
             for name in names
             if name in want and place[name] != dim
         }
-        shape = tuple(
-            max(1, size * num_parts(before, self.sizes) // num_parts(after, self.sizes))
-            for size, before, after in zip(value.shape, value.axes, target, strict=True)
-        )
+        whole = [
+            size * num_parts(names, self.sizes)
+            for size, names in zip(value.shape, value.axes, strict=True)
+        ]
+        shape = local_shape(whole, target, self.sizes)
         result = dataclasses.replace(value, shape=shape, axes=target)
         lost = frozenset(have - want)
         if not lost and not moved:

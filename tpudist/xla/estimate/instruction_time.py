@@ -250,13 +250,13 @@ class Rates:
             cycles_per_s = self.read_cycles_per_s if reads else self.matmul_cycles_per_s
             seconds = max((cycles or 0) / cycles_per_s, at_rate_s, hbm_s)
             if not module.has_cycles:
-                seconds += (_READ_OVERHEAD if reads else _PRODUCT_OVERHEAD) * math.sqrt(seconds)
+                seconds += product_overhead_s(seconds, reads=reads)
             return Price(seconds, "matmul", num_flops, num_bytes, at_rate_s * self.matmul_share)
         if cycles is not None:
             seconds = max(cycles / self.other_cycles_per_s, hbm_s)
             num_ops = vector_work.count(module, instruction) if seconds > hbm_s else None
             if num_ops is not None and hbm_s > (vector_s := num_ops / self._vector_ops_per_s):
-                seconds = min(seconds, _overlap(hbm_s, vector_s) + _other_overhead_s(hbm_s))
+                seconds = min(seconds, _overlap(hbm_s, vector_s) + other_overhead_s(hbm_s))
             return Price(seconds, "elementwise", 0.0, num_bytes)
         guess = scheduled_cycles.guess(module, instruction)
         vmem_s = hbm_traffic.vmem_bytes(module, instruction)
@@ -264,7 +264,7 @@ class Rates:
         guessed_s = guess.cycles / self.chip.cycles_per_s if guess else 0.0
         bytes_s = max(hbm_s, vmem_s)
         if guess is None and not module.has_cycles:
-            bytes_s += _other_overhead_s(bytes_s)
+            bytes_s += other_overhead_s(bytes_s)
         # If the bytes take longer, they decide the time, and nothing is guessed.
         is_guessed = guess is not None and (not guess.cycles or guessed_s > bytes_s)
         what = guess.what if guess and is_guessed else ""
@@ -346,8 +346,18 @@ def _overlap(*seconds: float) -> float:
     return max(seconds) + (1 - _HIDDEN_SHARE) * min(seconds)
 
 
-def _other_overhead_s(seconds: float) -> float:
-    """Returns the time by which an instruction without products exceeds that of its bytes."""
+def product_overhead_s(seconds: float, *, reads: bool) -> float:
+    """Returns what a product of this time adds to it in a program without cycles (rule 6).
+
+    Args:
+        seconds: Its time.
+        reads: Whether its bytes decide its time.
+    """
+    return (_READ_OVERHEAD if reads else _PRODUCT_OVERHEAD) * math.sqrt(seconds)
+
+
+def other_overhead_s(seconds: float) -> float:
+    """Returns what another instruction adds to its time in a program without cycles (rule 6)."""
     return min(_OTHER_OVERHEAD * math.sqrt(seconds), _MAX_OVERHEAD_S)
 
 
