@@ -173,6 +173,23 @@ def test_the_estimates_match_the_published_microbenchmarks_on_average(generation
     assert rates.flops_per_s() <= chip.bf16_flops_per_s / chip.devices_per_chip
 
 
+def test_a_copy_for_the_next_step_counts_once():
+    """XLA copies the first weight at the end of a step, and copies it at the start of the first."""
+    copy = f"({VMEM_BIG}, {BIG}, u32[]{{:S(2)}}) copy-start(%a)"
+    lines = [
+        f"%a = {BIG} parameter(0)",
+        f"%first = {copy}, cross_program_prefetch_index=0",
+        f"%w = {VMEM_BIG} copy-done(%first)",
+        f"%y = {VMEM_BIG} negate(%w)",
+        f"%again = {copy}",
+        f"%next = {VMEM_BIG} copy-done(%again)",
+    ]
+    result = f"%x = {VMEM_BIG} negate(%y)"
+    for count in (1, 2):  # without the end of the step, and with it
+        module = hlo_programs.program(*lines[: 2 + 2 * count], result)
+        assert _estimate(module, _one("v5e"), V5E).hbm_bytes == ALL
+
+
 def _matmul_line(cycles):
     return (
         "%c = bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} convolution(%a, %b), dim_labels=bf_io->bf, "

@@ -75,6 +75,8 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
     if opcode in _MOVES:
         ends = ends_of_copy(module, instruction)
         assert ends is not None
+        if _is_made_by_last_step(module, instruction):
+            return 0.0
         read = min(_stride(instruction) * ends.moved.padded_bytes, ends.source.padded_bytes)
         written = ends.moved.padded_bytes
         return float(read * _is_in_hbm(ends.source) + written * _is_in_hbm(ends.target))
@@ -85,6 +87,22 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
         if blocks is not None:
             return blocks
     return _array_bytes(module, instruction, shapes.HBM)
+
+
+def _is_made_by_last_step(module: Module, instruction: Instruction) -> bool:
+    """Returns whether the end of the step makes this copy of an argument for the next step.
+
+    XLA calls it a cross-program prefetch. The first of many steps makes the copy itself.
+    """
+    if "cross_program_prefetch_index" not in instruction.attributes:
+        return False
+    users = module.computations[instruction.computation].users
+    return any(
+        other is not instruction
+        and other.opcode == "copy-start"
+        and not any(users.get(done.name) for done in users.get(other.name, ()))
+        for other in users[instruction.operands[0]]
+    )
 
 
 def vmem_bytes(module: Module, instruction: Instruction) -> float:
