@@ -6,7 +6,13 @@ from jax.sharding import SingleDeviceSharding
 
 import hlo_programs
 from tpudist.xla import topology
-from tpudist.xla.estimate import hbm_traffic, instruction_time, step_time, timeline
+from tpudist.xla.estimate import (
+    hbm_traffic,
+    instruction_time,
+    microbenchmarks,
+    step_time,
+    timeline,
+)
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
 
@@ -160,12 +166,12 @@ def test_the_estimates_match_the_published_microbenchmarks_on_average(generation
     """Single measurements differ by up to a quarter, so the test compares the mean."""
     chip = chips.CHIPS[generation]
     rates = instruction_time.Rates.of(chip)
-    copy_s = instruction_time.COPY_CYCLES[generation] / rates.other_cycles_per_s
+    copy_s = microbenchmarks.COPY_CYCLES[generation] / rates.other_cycles_per_s
     measured = chip.hbm_bytes_per_s * chip.hbm_efficiency / chip.devices_per_chip
-    assert copy_s == pytest.approx(instruction_time.COPY_BYTES / measured)
-    read_s = instruction_time.READ_CYCLES[generation] / rates.read_cycles_per_s
-    assert read_s == pytest.approx(instruction_time.READ_BYTES / measured)
-    published = instruction_time.MATMULS.get(generation, ())
+    assert copy_s == pytest.approx(microbenchmarks.COPY_BYTES / measured)
+    read_s = microbenchmarks.READ_CYCLES[generation] / rates.read_cycles_per_s
+    assert read_s == pytest.approx(microbenchmarks.READ_BYTES / measured)
+    published = microbenchmarks.MATMULS.get(generation, ())
     for matmul in published:
         seconds = matmul.cycles / rates.matmul_cycles_per_s
         assert seconds == pytest.approx(matmul.seconds, rel=0.13 if len(published) > 1 else 1e-9)
@@ -233,7 +239,12 @@ def test_cycles_of_a_product_bound_by_memory_have_their_own_rate():
 
 @pytest.mark.parametrize(
     ("operation", "is_bounded"),
-    [("add(%a, %a)", True), ("reverse(%a), dimensions={0}", False), ("negate(%v)", False)],
+    [
+        ("add(%a, %a)", True),
+        ("reverse(%a), dimensions={0}", False),
+        ("negate(%v)", False),
+        ('negate(%v), metadata={op_name="jit(f)/dot_general"}', True),
+    ],
 )
 def test_cycles_of_a_simple_operation_do_not_exceed_its_bytes(operation, is_bounded):
     large = "f32[8192,8192]{1,0:T(8,128)}"
@@ -248,7 +259,7 @@ def test_cycles_of_a_simple_operation_do_not_exceed_its_bytes(operation, is_boun
     by_cycles_s = 9e6 / rates.other_cycles_per_s
     by_bytes_s = price.hbm_bytes / rates.hbm_bytes_per_s
     if is_bounded:
-        assert by_bytes_s < price.seconds < 1.05 * by_bytes_s < by_cycles_s
+        assert by_bytes_s < price.seconds < 1.05 * by_bytes_s + 1e-6 < by_cycles_s
     else:
         assert price.seconds == pytest.approx(by_cycles_s)
 
@@ -342,10 +353,10 @@ def test_the_microbenchmark_cycles_match_this_compiler():
     """The rates would be wrong with a compiler that estimates cycles differently."""
     product = _compiled("v6e:1x1", jnp.matmul, (8192, 8192), (8192, 8192))
     copy = _compiled("v6e:1x1", lambda a: a * 2, (4096, 4096))
-    assert {matmul.cycles for matmul in instruction_time.MATMULS["v6e"]} == {_cycles(product)}
-    assert instruction_time.COPY_CYCLES["v6e"] == _cycles(copy)
+    assert {matmul.cycles for matmul in microbenchmarks.MATMULS["v6e"]} == {_cycles(product)}
+    assert microbenchmarks.COPY_CYCLES["v6e"] == _cycles(copy)
     read = _compiled("v6e:1x1", jnp.matmul, (8, 8192), (8192, 65536))
-    assert instruction_time.READ_CYCLES["v6e"] == pytest.approx(_cycles(read), rel=0.01)
+    assert microbenchmarks.READ_CYCLES["v6e"] == pytest.approx(_cycles(read), rel=0.01)
     estimate = _estimate(product, _one("v6e"), V6E)
     assert estimate.flops == 2 * 8192**3
     assert 0.79 * V6E.bf16_flops_per_s < estimate.flops / estimate.step_s

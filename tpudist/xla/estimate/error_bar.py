@@ -60,7 +60,7 @@ UNREAD, NO_CYCLES = "kernels that cannot be read", "computations without XLA's c
 
 RANGES: Mapping[str, tuple[float, float]] = {
     # Largest distance of a measurement from XLA's cycles at the chip's mean rate: v5e, 11 %, and
-    # tpu7x, 12 % (`instruction_time.MATMULS`).
+    # tpu7x, 12 % (`microbenchmarks.MATMULS`).
     PRODUCTS: (1 / 1.12, 1.12),
     # Not measured (rule 4).
     READS: (1 / 1.24, 1.24),

@@ -75,7 +75,7 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
     if opcode in _MOVES:
         ends = ends_of_copy(module, instruction)
         assert ends is not None
-        if _is_made_by_last_step(module, instruction):
+        if _is_prefetch_of_last_step(module, instruction):
             return 0.0
         read = min(_stride(instruction) * ends.moved.padded_bytes, ends.source.padded_bytes)
         written = ends.moved.padded_bytes
@@ -89,7 +89,7 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
     return _array_bytes(module, instruction, shapes.HBM)
 
 
-def _is_made_by_last_step(module: Module, instruction: Instruction) -> bool:
+def _is_prefetch_of_last_step(module: Module, instruction: Instruction) -> bool:
     """Returns whether the end of the step makes this copy of an argument for the next step.
 
     XLA calls it a cross-program prefetch. The first of many steps makes the copy itself.

@@ -14,7 +14,8 @@ programs:
    They are converted at the rate at which this product reads at the measured share.
    Cycles of other instructions are too many in the same way. So if the bytes take longer than the
    operations on the vector units, which hide as in rule 3, both are the most that an instruction
-   takes, with the overhead of rule 6.
+   takes, with the overhead of rule 6. The same holds for products on the vector units: for one row
+   and a matrix in VMEM, XLA has 28 cycles per register, and the operations take 2.
 2. No instruction is faster than a measurement: it takes at least its FLOPs at the best published
    share of the chip's peak, and at least its bytes to and from HBM at the measured share of the
    bandwidth.
@@ -57,96 +58,22 @@ Rates are per JAX device. A chip of v2, v3 or tpu7x is two devices, which share 
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 from tpudist.xla.estimate import flops, hbm_traffic, kernels, scheduled_cycles, vector_work
+from tpudist.xla.estimate.microbenchmarks import (
+    COPY_BYTES,
+    COPY_CYCLES,
+    MATMULS,
+    READ_BYTES,
+    READ_CYCLES,
+)
 from tpudist.xla.hardware import chips
 from tpudist.xla.hardware.chips import CHIPS, Chip
 from tpudist.xla.hlo import kernel_bodies, shapes
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
 
-
-@dataclasses.dataclass(frozen=True)
-class Matmul:
-    """A published measurement of `[m, k] @ [k, n]` in bfloat16 on one device.
-
-    Attributes:
-        m: Rows of the result.
-        k: Size of the summed dim.
-        n: Columns of the result.
-        seconds: Measured seconds.
-        cycles: XLA's estimate (libtpu 0.0.42.1) in a program without other operations.
-    """
-
-    m: int
-    k: int
-    n: int
-    seconds: float
-    cycles: int
-
-    @property
-    def flops_per_s(self) -> float:
-        """Measured operations per second."""
-        return 2 * self.m * self.k * self.n / self.seconds
-
-    @property
-    def cycles_per_s(self) -> float:
-        """The rate at which XLA's estimate equals the measurement."""
-        return self.cycles / self.seconds
-
-
-# v2: jax-ml/scaling-book, profiling.md, up-projection of its example, on one of a chip's 2 devices.
-# v5e: yashjayswal24.github.io/portfolio/blog/2026/tpu-profiling, and
-#   AI-Hypercomputer/jetstream-pytorch, pull request 168 ("Matmul replicated").
-# v6e: AI-Hypercomputer/tpu-recipes, microbenchmarks/README.md (827 TFLOP/s), and
-#   yangwhale/gpu-tpu-pedia, tpu/v7_perf, results_trace_test.csv: the time on the device.
-# tpu7x: square matrices in the same repository, results_v7_trace.csv, and square matrices of at
-#   least 4096 in AI-Hypercomputer/accelerator-microbenchmarks,
-#   Ironwood/Ironwood_Microbenchmarks_readme.md. Both used one of a chip's two devices; they differ
-#   by up to a quarter.
-MATMULS: Mapping[str, tuple[Matmul, ...]] = {
-    "v2": (Matmul(8192, 8192, 16384, 96e-3, 68_237_782),),
-    "v5e": (
-        Matmul(32768, 8192, 32768, 94.1e-3, 152_434_120),
-        Matmul(32768, 32768, 32768, 438.17e-3, 566_254_936),
-    ),
-    "v6e": (
-        Matmul(8192, 8192, 8192, 2 * 8192**3 / 827e12, 2_977_840),
-        Matmul(8192, 8192, 8192, 1510.94e-6, 2_977_840),
-    ),
-    "tpu7x": (
-        Matmul(8192, 8192, 8192, 1016.85e-6, 2_604_600),
-        Matmul(12288, 12288, 12288, 3381.94e-6, 8_291_528),
-        Matmul(16384, 16384, 16384, 7971.29e-6, 19_773_884),
-        Matmul(4096, 4096, 4096, 2 * 4096**3 / 892.94e12, 316_312),
-        Matmul(16384, 16384, 16384, 2 * 16384**3 / 950.13e12, 19_773_884),
-        Matmul(32768, 32768, 32768, 2 * 32768**3 / 956.38e12, 152_679_096),
-    ),
-}
-# XLA's cycles for `2 * a` of bf16[4096, 4096], which reads 32 MiB and writes 32 MiB like the copy
-# that was measured on v6e (`Chip.hbm_efficiency`).
-COPY_CYCLES: Mapping[str, int] = {
-    "v2": 303_136,
-    "v3": 301_184,
-    "v4": 151_816,
-    "v5e": 302_992,
-    "v5p": 117_880,
-    "v6e": 178_272,
-    "tpu7x": 106_944,
-}
-COPY_BYTES = 2 * 2 * 4096**2  # read and written, 2 bytes per bf16
-# XLA's cycles (libtpu 0.0.50) for bf16[8, 8192] @ bf16[8192, 65536] (rule 1).
-READ_CYCLES: Mapping[str, int] = {
-    "v2": 4_287_304,
-    "v3": 2_503_531,
-    "v4": 1_230_255,
-    "v5e": 2_623_371,
-    "v5p": 1_051_048,
-    "v6e": 1_313_800,
-    "tpu7x": 753_368,
-}
-READ_BYTES = 2 * (8 * 8192 + 8192 * 65536 + 8 * 65536)
 _WIDE_UNITS = ("v6e", "tpu7x")  # generations with a matrix unit of 256, not 128 (rule 3)
 COPYING_STEP_S = 0.35e-6  # rule 3
 _STEP_CYCLES = (40, 25)  # rule 3: per step of the grid, and per block
@@ -252,19 +179,21 @@ class Rates:
             if not module.has_cycles:
                 seconds += product_overhead_s(seconds, reads=reads)
             return Price(seconds, "matmul", num_flops, num_bytes, at_rate_s * self.matmul_share)
-        if cycles is not None:
-            seconds = max(cycles / self.other_cycles_per_s, hbm_s)
-            num_ops = vector_work.count(module, instruction) if seconds > hbm_s else None
-            if num_ops is not None and hbm_s > (vector_s := num_ops / self._vector_ops_per_s):
-                seconds = min(seconds, _overlap(hbm_s, vector_s) + other_overhead_s(hbm_s))
-            return Price(seconds, "elementwise", 0.0, num_bytes)
-        guess = scheduled_cycles.guess(module, instruction)
         vmem_s = hbm_traffic.vmem_bytes(module, instruction)
         vmem_s /= _VMEM_OVER_HBM * self.hbm_bytes_per_s
-        guessed_s = guess.cycles / self.chip.cycles_per_s if guess else 0.0
         bytes_s = max(hbm_s, vmem_s)
+        if cycles is not None:
+            seconds = max(cycles / self.other_cycles_per_s, hbm_s)
+            if (num_ops := vector_work.count(module, instruction)) is not None:
+                vector_s = num_ops / self._vector_ops_per_s
+                if hbm_s > vector_s or _is_product(instruction):
+                    most_s = _overlap(bytes_s, vector_s) + _overhead_s(instruction, bytes_s)
+                    seconds = min(seconds, most_s)
+            return Price(seconds, "elementwise", 0.0, num_bytes)
+        guess = scheduled_cycles.guess(module, instruction)
+        guessed_s = guess.cycles / self.chip.cycles_per_s if guess else 0.0
         if guess is None and not module.has_cycles:
-            bytes_s += other_overhead_s(bytes_s)
+            bytes_s += _overhead_s(instruction, bytes_s)
         # If the bytes take longer, they decide the time, and nothing is guessed.
         is_guessed = guess is not None and (not guess.cycles or guessed_s > bytes_s)
         what = guess.what if guess and is_guessed else ""
@@ -359,6 +288,18 @@ def product_overhead_s(seconds: float, *, reads: bool) -> float:
 def other_overhead_s(seconds: float) -> float:
     """Returns what another instruction adds to its time in a program without cycles (rule 6)."""
     return min(_OTHER_OVERHEAD * math.sqrt(seconds), _MAX_OVERHEAD_S)
+
+
+def _is_product(instruction: Instruction) -> bool:
+    """Returns whether the user multiplies matrices: XLA uses the vector units for a single row."""
+    return instruction.op_name.endswith("dot_general")
+
+
+def _overhead_s(instruction: Instruction, seconds: float) -> float:
+    """Returns by how much an instruction without the matrix unit exceeds the time of its bytes."""
+    if _is_product(instruction):
+        return product_overhead_s(seconds, reads=True)
+    return other_overhead_s(seconds)
 
 
 def _is_callback(instruction: Instruction) -> bool:

@@ -21,7 +21,7 @@ _RECIPES = "AI-Hypercomputer/tpu-recipes, microbenchmarks"
 _USABLE_ICI = 0.9
 # Share of the peak that a copy of 32 MB reaches. The only measurement (v6e: 1360 of 1638 GB/s) is
 # used for every generation. Source: tpu-recipes, microbenchmarks. Matrix multiplications are in
-# `instruction_time.MATMULS`.
+# `microbenchmarks.MATMULS`.
 _HBM_EFFICIENCY = 1360 / 1638
 _TPU_INFO = "jax, pallas/mosaic/tpu_info.py"
 CALIBRATED = "calibration"
