@@ -199,7 +199,6 @@ def compare(name: str, cache: str | bool = True) -> tuple[list[Outcome], float, 
         SLICE,
         time_budget_s=86_400,
         cache=cache,
-        quick=True,
         progress=lambda *_: None,
         **options,
     )

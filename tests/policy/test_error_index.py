@@ -41,7 +41,7 @@ INTERNAL = {
     "TraceFailed": "the error of the trace",
     "_Abandoned": "the result of the search so far",
     "_CannotTrace": "the operation of the library stays",
-    "_CodeBegins": "a quick compile ends before the machine code",
+    "_CodeBegins": "a compile without code ends before the machine code",
     "_Enough": "the call of `fit` ends, with its first batches",
     "_UnknownCopies": "operands of a kernel with unknown copies count once",
     "_UnknownLayout": "unknown values may differ between replicas",

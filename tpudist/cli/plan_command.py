@@ -97,8 +97,8 @@ class Options:
     """Same as --calibration, and keeps the rates for your later plans of this generation."""
     cache: bool = True
     """Whether to use the result of an earlier plan of the same program."""
-    quick: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Stop the compiler before machine code: exact memory in seconds, but less exact times."""
+    complete: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Also generate machine code: more exact times, and its size, after minutes."""
     model: reference.ReferenceOptions = field(default_factory=reference.ReferenceOptions)
 
 
@@ -198,7 +198,7 @@ def _plan(options: Options, source: _StepSource) -> int:
         more_arguments: dict[str, Any] = {
             "tokens_per_step": source.tokens_per_step,
             "calibration": source.calibration,
-            "quick": options.quick,
+            "complete": options.complete,
         }
         more_arguments |= more[0] if more else {}
         more_arguments |= {"topology": options.topology, "cache": options.cache}
@@ -254,7 +254,7 @@ def _search(options: Options, source: _StepSource) -> int:
             tokens_per_step=source.tokens_per_step,
             cache=options.cache,
             calibration=source.calibration,
-            quick=options.quick,
+            complete=options.complete,
         )
     try:
         with explain_write_errors():

@@ -20,7 +20,7 @@ from tpudist.xla.hlo.compiled_program import CompiledProgram
 
 _log = logging.getLogger("tpudist")
 # Raise it if entries have other fields, or if the compiler is called in another way.
-_VERSION = 3
+_VERSION = 4
 # Compressed entries of large models have a few MB, so this bounds the folder to a few GB.
 _MAX_ENTRIES = 500
 _ENDING = ".json.gz"
@@ -41,6 +41,11 @@ class Entry:
     refusal: str | None
     seconds: float
     lines: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the compiler did not stop before the machine code."""
+        return self.program is None or self.program.memory.generated_code_bytes is not None
 
 
 def key_of(facts: Mapping[str, object]) -> str:

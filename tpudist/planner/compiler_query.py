@@ -32,7 +32,7 @@ class Answer:
         program: Compiled program; None if it does not fit.
         refusal: Complete message of a compiler that refuses the program; None if it fits.
         seconds: Seconds that the compiler took.
-        is_quick: Whether the program has no machine code.
+        is_complete: Whether the program has machine code, or was refused.
         key: Hash of the program and of everything that it was compiled for and with.
         is_cached: Whether the answer is from the cache.
         lines_moved: Whether the source lines of a cached answer have changed since.
@@ -42,7 +42,7 @@ class Answer:
     program: CompiledProgram | None
     refusal: str | None
     seconds: float
-    is_quick: bool
+    is_complete: bool
     key: str
     is_cached: bool
     lines_moved: bool
@@ -103,7 +103,7 @@ def ask_compiler(
     *,
     cache: bool | str | Path,
     in_process: bool,
-    quick: bool,
+    complete: bool,
     report: Progress,
 ) -> Answer:
     """Returns the answer of the compiler of the devices of `mesh`.
@@ -114,39 +114,47 @@ def ask_compiler(
         compiler_options: All options, including those of `jax.jit`.
         cache: See `Cache.of`.
         in_process: Whether to compile it in this process too, for an executable.
-        quick: Whether a program without machine code is enough.
+        complete: Whether the program must have machine code.
         report: Progress callback.
     """
     key = program_key(lowered, mesh, compiler_options)
     answers = Cache.of(cache)
     # Not part of the key: it only shows whether the source lines of a cached answer are old.
     lines_hash = key_of({"program": lowered.as_text(debug_info=True)})
+    early_key = key_of({"without code": key})
 
-    def ask(key: str, *, quick: bool) -> tuple[Entry, bool]:
+    def ask(complete: bool) -> tuple[Entry, bool]:
         kept = answers.get(key)
+        if kept is None and not complete:
+            kept = answers.get(early_key)
         if kept is not None:
             return kept, True
-        entry = _compile(lowered, mesh, compiler_options, lines_hash, report, quick=quick)
+        entry = _compile(lowered, mesh, compiler_options, lines_hash, report, with_code=complete)
         # Buffers are in files that the compiler writes next to the program. If it wrote none, as
         # after a disk was full, it may do so the next time: an entry would keep that gap.
         if entry.program is None or entry.program.buffers:
-            answers.put(key, entry)
+            answers.put(key if entry.is_complete else early_key, entry)
         return entry, False
 
-    # A compiler of this process cannot stop early. And a complete answer is better than a part.
-    is_quick = quick and is_described(mesh) and answers.get(key) is None
-    entry, is_cached = ask(key_of({"quick": key}) if is_quick else key, quick=is_quick)
-    if is_quick and _is_nearly_full(entry, mesh):
-        is_quick = False
-        entry, is_cached = ask(key, quick=False)
+    # A compiler of this process cannot stop early.
+    entry, is_cached = ask(complete or not is_described(mesh))
+    if not entry.is_complete and _is_nearly_full(entry, mesh):
+        entry, is_cached = ask(True)
     compiled = None
     if in_process and entry.refusal is None:
         report("compiling the executable", 0.0)
         compiled = executables.compile_uncached(lowered, mesh, compiler_options)
     moved = is_cached and entry.lines != lines_hash
-    program = entry.program
-    is_quick = is_quick and program is not None and not program.memory.generated_code_bytes
-    return Answer(program, entry.refusal, entry.seconds, is_quick, key, is_cached, moved, compiled)
+    return Answer(
+        entry.program,
+        entry.refusal,
+        entry.seconds,
+        is_complete=entry.is_complete,
+        key=key,
+        is_cached=is_cached,
+        lines_moved=moved,
+        compiled=compiled,
+    )
 
 
 def _is_nearly_full(entry: Entry, mesh: jax.sharding.Mesh) -> bool:
@@ -165,14 +173,14 @@ def _compile(
     lines_hash: str,
     report: Progress,
     *,
-    quick: bool,
+    with_code: bool,
 ) -> Entry:
     started = time.monotonic()
     try:
         if is_described(mesh):
             devices = list(mesh.devices.flat)
             program = compiler_process.compile_elsewhere(
-                lowered, devices, compiler_options, quick=quick, progress=report
+                lowered, devices, compiler_options, with_code=with_code, progress=report
             )
         else:
             report("compiling", 0.0)

@@ -56,7 +56,7 @@ def plan(
     model_flops: float | None = None,
     cache: bool | str | Path = True,
     in_process: bool = False,
-    quick: bool = False,
+    complete: bool = False,
     calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
     progress: Progress | None = None,
 ) -> Plan:
@@ -88,7 +88,7 @@ def plan(
         model_flops: FLOPs of a step on all chips, for the MFU.
         cache: Whether to use a stored answer of the compiler, or a directory for answers.
         in_process: Whether to compile again in this process, so that `Plan.save` has an executable.
-        quick: Whether to stop the compiler before it generates machine code.
+        complete: Whether the compiler also generates machine code, which takes minutes.
         calibration: Measured rates, as in `read_calibration`.
         progress: Called with the current activity and its seconds.
 
@@ -103,7 +103,7 @@ def plan(
     measured = None if calibration is None else read_calibration(calibration)
     request = plan_builder.PlanRequest(
         topology, dict(compiler_options or {}), tokens_per_step, model_flops, cache, in_process,
-        measured, quick,
+        measured, complete,
     )  # fmt: skip
     argnums = donate_argnums, static_argnums
     with show_progress(progress) as report:

@@ -49,7 +49,7 @@ class PlanRequest:
     cache: bool | str | Path
     in_process: bool
     calibration: Calibration | None = None
-    quick: bool = False
+    complete: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def plan_lowered(
         step.compiler_options,
         cache=request.cache,
         in_process=request.in_process,
-        quick=request.quick,
+        complete=request.complete,
         report=report,
     )
     report("reading", 0.0)
@@ -306,7 +306,7 @@ def _read_figures(
 ) -> _Figures:
     if answer.program is None:
         return _Figures()
-    module = hlo_module.parse(answer.program.text, has_cycles=not answer.is_quick)
+    module = hlo_module.parse(answer.program.text, has_cycles=answer.is_complete)
     inputs = input_roles.select_used(answer.program.text, step.inputs, step.num_donated)
     simulated = timeline.simulate(module, mesh, chip)
     time = None if chip is None else step_time.estimate(module, chip, simulated)

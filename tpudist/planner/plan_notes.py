@@ -20,11 +20,6 @@ _KEEP_LAYOUT = (
     "If an update writes one row of a tile, the compiler keeps the value in another layout inside "
     "the loop. So"
 )
-_NO_CODE = (
-    "A quick plan: the compiler stopped before it generated machine code. Memory, without that of "
-    "the code, and collectives are the compiler's. It gave no cycles, so the time of computations "
-    "is less exact."
-)
 _WRITE_BLOCKS = (
     "write aligned blocks of 16 rows: read the block, replace the row, and write the block "
     "(docs/plan_a_server.md)."
@@ -82,8 +77,6 @@ def on_rates(calibration: Calibration | None) -> list[str]:
 def on_answer(answer: compiler_query.Answer) -> list[str]:
     """Returns notes on a compiler that stopped early, or was not called."""
     notes = []
-    if answer.is_quick:
-        notes.append(_NO_CODE)
     if answer.is_cached:
         notes.append(
             "The compiler was not called again: the plan uses its kept answer for this program."

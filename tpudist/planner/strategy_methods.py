@@ -102,7 +102,7 @@ class PlanMethods(StrategyBase):
         model_flops: float | None = None,
         cache: bool | str | Path = True,
         in_process: bool = False,
-        quick: bool = False,
+        complete: bool = False,
         calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
         progress: Progress | None = None,
     ) -> Plan:
@@ -134,10 +134,10 @@ class PlanMethods(StrategyBase):
                 same program; or a directory for the answers.
             in_process: Whether to compile again in this process, so that `Plan.save` has an
                 executable. An abort of the TPU compiler would then end the process.
-            quick: Whether to stop the compiler before it generates machine code, which takes most
-                of its time. It continues if less than 5 % of the memory is free, and on devices of
-                this process. Memory and collectives are the same, except for the size of the
-                code, which is not known. Times are less exact.
+            complete: Whether the compiler also generates machine code, which takes most of its
+                time. Memory and collectives are the same without, except for the size of the code,
+                which is not known; times are less exact. If less than 5 % of the memory is free,
+                and on devices of this process, every plan is complete.
             calibration: Report of `tpudist doctor --accelerator` on a TPU of this generation, or a
                 profiler trace: its path or content. Its rates replace the published ones.
             progress: Called with the current activity and its seconds. By default a terminal or a
@@ -169,7 +169,7 @@ class PlanMethods(StrategyBase):
                 cache=cache,
                 in_process=in_process,
                 calibration=measured,
-                quick=quick,
+                complete=complete,
             )
             program = keras_scope.open_program(fn, args, kwargs or {}, None, topology, self)
             if program is not None:

@@ -110,7 +110,6 @@ def _make_plan(
             kwargs,
             topology=topology,
             cache=False,
-            quick=True,
             progress=silent_progress,
         )
 

@@ -46,8 +46,7 @@ def assert_fits(
             temporaries, gaps between them, and the program. None allows the whole memory.
         strategy: Strategy of the step; by default the one whose scope is entered. If there is none,
             the step is planned with `planner.plan`.
-        options: More arguments of `Strategy.plan` or `planner.plan`, such as `in_shardings`. The
-            plan is `quick` unless they say otherwise.
+        options: More arguments of `Strategy.plan` or `planner.plan`, such as `in_shardings`.
 
     Returns:
         The plan, for further checks.
@@ -58,11 +57,11 @@ def assert_fits(
         ValueError: If the memory is limited neither by `max_bytes` nor by a TPU slice.
     """
     __tracebackhide__ = True  # pytest then shows the line of the test
-    plan = _make_plan(strategy, step, args, kwargs, topology, {"quick": True} | options)
-    if max_bytes is not None and plan.memory and not plan.memory.program_bytes:
+    plan = _make_plan(strategy, step, args, kwargs, topology, options)
+    if max_bytes is not None and plan.memory and plan.memory.program_bytes is None:
         # The size of the program is unknown. If it decides, the compiler must finish.
         if _SURE_SHARE * max_bytes < _num_reserved_bytes(plan.memory) <= max_bytes:
-            plan = _make_plan(strategy, step, args, kwargs, topology, options | {"quick": False})
+            plan = _make_plan(strategy, step, args, kwargs, topology, options | {"complete": True})
     label = f"{plan.name} on {plan.topology}"
     if not plan.fits:
         raise AssertionError(f"{label} does not fit. {plan.refusal}")
@@ -80,7 +79,7 @@ def assert_fits(
 
 def _num_reserved_bytes(memory: MemoryReport) -> int:
     # Not only the bytes in use at the peak: gaps and the program must fit, too.
-    return max(memory.allocated_bytes, memory.peak_bytes) + memory.program_bytes
+    return max(memory.allocated_bytes, memory.peak_bytes) + (memory.program_bytes or 0)
 
 
 def _make_plan(

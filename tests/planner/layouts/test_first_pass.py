@@ -117,7 +117,7 @@ def test_estimates_of_a_layout_do_not_depend_on_the_other_layouts():
 @pytest.mark.parametrize("make_step", [make_mlp, make_small_transformer])
 def test_estimates_rank_layouts_as_compiled_plans_do(make_step):
     """Machine code would take minutes, and does not change collectives, memory or operations."""
-    result = search(make_step, quick=True)
+    result = search(make_step)
     both = np.array([(x.estimate.step_s, x.step_s) for x in result.outcomes if x.step_s])
     ranks = np.argsort(np.argsort(both, axis=0), axis=0)
     assert len(both) == len(_GEOMETRIES)

@@ -369,11 +369,11 @@ def test_the_fastest_candidate_that_fits_is_first_and_the_rest_are_ordered():
     assert result.best.candidate.geometry == "fsdp=4"
 
 
-def test_quick_plans_decide_which_candidates_are_compiled():
+def test_plans_without_code_decide_which_candidates_are_compiled():
     large = _outcome({"fsdp": 1}, over=100)
     slow, fast = _outcome({"fsdp": 8}, step_s=3.0), _outcome({"fsdp": 4}, step_s=2.0)
     later = Outcome(Candidate("v5e-256", {"fsdp": 2}, "none", 1), "not reached")
-    final, order = layout_search._split_by_quick_plans([large, slow, later, fast])
+    final, order = layout_search._split_by_plans([large, slow, later, fast])
     assert final == [large]
     assert order == [fast.candidate, slow.candidate, later.candidate]
 

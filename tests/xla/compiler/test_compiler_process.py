@@ -74,23 +74,24 @@ def test_another_process_compiles_the_same_program(name, num_devices):
 
 
 @pytest.mark.libtpu
-def test_a_quick_compile_differs_only_by_the_code_and_its_cycles():
+def test_a_compile_without_code_differs_only_by_the_code_and_its_cycles():
     lowered, mesh = _lowered(topology.devices("v5e:2x4"))
     whole = compiler_process.compile_elsewhere(lowered, mesh.devices)
     compiler_process.close_compilers()
-    quick = compiler_process.compile_elsewhere(lowered, mesh.devices, quick=True)
-    assert quick.buffers == whole.buffers
-    assert whole.memory.generated_code_bytes > quick.memory.generated_code_bytes == 0
+    early = compiler_process.compile_elsewhere(lowered, mesh.devices, with_code=False)
+    assert early.buffers == whole.buffers
+    assert early.memory.generated_code_bytes is None
+    assert whole.memory.generated_code_bytes > 0
     for name in ("argument_bytes", "output_bytes", "alias_bytes"):
-        assert getattr(quick.memory, name) == getattr(whole.memory, name) > 0
-    modules = [hlo_module.parse(program.text) for program in (quick, whole)]
-    assert ["estimated_cycles" in x.text for x in (quick, whole)] == [False, True]
+        assert getattr(early.memory, name) == getattr(whole.memory, name) > 0
+    modules = [hlo_module.parse(program.text) for program in (early, whole)]
+    assert ["estimated_cycles" in x.text for x in (early, whole)] == [False, True]
     kinds = [[(x.opcode, x.shape) for x in m.entry.instructions.values()] for m in modules]
     assert kinds[0] == kinds[1]
     # A refusal comes before the machine code.
     large, mesh = _lowered(topology.devices("v5e:2x4"), width=2**17)
     with pytest.raises(HbmExceeded):
-        compiler_process.compile_elsewhere(large, mesh.devices, quick=True)
+        compiler_process.compile_elsewhere(large, mesh.devices, with_code=False)
 
 
 @pytest.mark.slow

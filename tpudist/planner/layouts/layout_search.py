@@ -43,7 +43,7 @@ _log = logging.getLogger("tpudist")
 # One compilation: libtpu uses about two cores, and needed up to 2 GB (FSDP of a 32-layer
 # transformer), in addition to what tracing needs in this process.
 _CORES_EACH = 2
-_QUICK_PLANS = 8  # for each compilation of a search that does not compile all candidates
+_EARLY_PLANS = 8  # for each compilation of a search that does not compile all candidates
 _BYTES_EACH = 3 * 1024**3
 
 # Returns (strategy, fn, args), and perhaps a dict of more arguments of `Strategy.plan`.
@@ -68,15 +68,14 @@ def search(
     tokens_per_step: int | None = None,
     model_flops: float | None = None,
     cache: bool | str | Path = True,
-    quick: bool = False,
+    complete: bool = False,
     calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
     """Returns the layouts of a step that fit a slice, fastest first, and why the others do not.
 
     A first pass estimates every candidate without the compiler, in a fraction of a second each: it
-    decides the order. Then candidates are compiled, until the time is spent. If `max_compiles`
-    leaves some out, the most promising ones get a `quick` plan first, which decides the order.
+    decides the order. Then candidates are compiled, until the time is spent.
 
     Args:
         make_step: Called with each `Candidate`; returns `(strategy, fn, args)` for `Strategy.plan`:
@@ -90,8 +89,9 @@ def search(
         remat: Names of rematerialization, from the least to the most.
         microbatches: Numbers of parts of a batch.
         max_compiles: Number of candidates to compile, the most promising first; 0 only estimates
-            them. Default: as many as the time allows. Quick plans, up to eight for each, do not
-            count: they take a few percent of a compilation.
+            them. Default: as many as the time allows. Before `complete` plans of a part of the
+            candidates, up to eight for each get a plan without machine code, which does not count,
+            takes a few percent of the time, and decides the order.
         time_budget_s: Seconds after which no compilation starts, and running ones are abandoned.
         max_workers: Number of parallel compilations. By default one or two, depending on the cores
             and the memory of the machine.
@@ -100,7 +100,7 @@ def search(
         model_flops: Same as in `Strategy.plan`.
         cache: Same as in `Strategy.plan`. If False, a program of two candidates is still compiled
             only once.
-        quick: Same as in `Strategy.plan`.
+        complete: Same as in `Strategy.plan`.
         calibration: Same as in `Strategy.plan`.
         progress: Called with the current activity and its seconds. By default a terminal or a
             notebook shows them.
@@ -122,7 +122,7 @@ def search(
         "compiler_options": compiler_options,
         "tokens_per_step": tokens_per_step,
         "model_flops": model_flops,
-        "quick": quick,
+        "complete": complete,
         "calibration": measured,
     }
     started = time.monotonic()
@@ -143,15 +143,15 @@ def search(
         ordered = first_pass.order(ranked, estimates)
         number = len(ranked) if max_compiles is None else max_compiles
         known: list[Outcome] = []
-        if topology is not None and not quick and 0 < number < len(ranked):
+        if topology is not None and complete and 0 < number < len(ranked):
             trial = begin(
                 ordered,
-                max_compiles=_QUICK_PLANS * number,
-                arguments=arguments | {"quick": True},
+                max_compiles=_EARLY_PLANS * number,
+                arguments=arguments | {"complete": False},
                 deadline=started + time_budget_s / 2,
             )
             trial.run(workers)
-            known, ordered = _split_by_quick_plans(trial.outcomes())
+            known, ordered = _split_by_plans(trial.outcomes())
         running = begin(ordered, max_compiles=number, arguments=arguments, deadline=deadline)
         running.run(workers)
     return SearchResult(
@@ -163,7 +163,7 @@ def search(
     )
 
 
-def _split_by_quick_plans(outcomes: list[Outcome]) -> tuple[list[Outcome], list[Candidate]]:
+def _split_by_plans(outcomes: list[Outcome]) -> tuple[list[Outcome], list[Candidate]]:
     """Returns the outcomes that are final, and the other candidates, the most promising first.
 
     A program that does not fit without its machine code does not fit with it.

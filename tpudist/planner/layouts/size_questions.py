@@ -122,7 +122,7 @@ class Sizer:
             smallest = [min((x.memory_share for x in group), default=0.0) for group in groups]
             if is_filled := max(smallest) > _SPARE:
                 break
-        sizing = self._confirm(reversed(found), started, quick=True)
+        sizing = self._confirm(reversed(found), started)
         number, answer = sum(map(len, found)), sizing.answer
         is_limited = not is_filled and answer is not None and answer.candidate.batch == most
         return dataclasses.replace(sizing, num_estimated=number, is_limited=is_limited)
@@ -136,7 +136,7 @@ class Sizer:
         started = time.monotonic()
         ordered = sorted(batch_of, key=lambda name: slices.parse(name).num_chips)
         groups = (self._estimate(name, batch_of[name]) for name in ordered)
-        return self._confirm(groups, started, quick=True)
+        return self._confirm(groups, started)
 
     def cheapest(
         self,
@@ -184,13 +184,8 @@ class Sizer:
         groups: Iterable[Sequence[Choice]],
         started: float,
         is_enough: Callable[[Choice], bool] = lambda _: True,
-        *,
-        quick: bool = False,
     ) -> Sizing:
-        """Compiles the fastest and the smallest choice of each group, until one fits.
-
-        If the answer is a question of memory, `quick` plans are enough.
-        """
+        """Compiles the fastest and the smallest choice of each group, until one fits."""
         best, compiled, answer, number, compile_s = [], [], None, 0, 0.0
         for group in groups:
             number += len(group)
@@ -204,7 +199,7 @@ class Sizer:
                     answer = choice
                 elif answer is None and len(compiled) < self.max_compiles:
                     begun = time.monotonic()
-                    compiled.append(self._compile(choice, quick))
+                    compiled.append(self._compile(choice))
                     compile_s += time.monotonic() - begun
                     if compiled[-1].fits and is_enough(compiled[-1]):
                         answer = compiled[-1]
@@ -213,10 +208,9 @@ class Sizer:
         seconds = time.monotonic() - started - compile_s
         return Sizing(answer, tuple(compiled), tuple(best), number, seconds)
 
-    def _compile(self, choice: Choice, quick: bool) -> Choice:
+    def _compile(self, choice: Choice) -> Choice:
         strategy, fn, args, *more = self.make_step(choice.candidate)
-        given = {"quick": quick, **(more[0] if more else {})}
-        given["tokens_per_step"] = choice.tokens_per_step
+        given = {**(more[0] if more else {}), "tokens_per_step": choice.tokens_per_step}
         report = self.report
         name = f"{choice.candidate.topology}: {choice.candidate.name}"
 

@@ -76,6 +76,8 @@ def memory_sections(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
             parts.append(_part("gaps between values", gaps, report.capacity_bytes, RED))
         if report.program_bytes:
             parts.append(_part("the program", report.program_bytes, report.capacity_bytes, GREY))
+        if report.program_bytes is None:
+            lines.append("The size of the machine code is unknown (--complete, complete=True).")
         free = None
         if left := max(0, report.free_bytes or 0):
             free = _part("free", left, report.capacity_bytes, GREY)

@@ -77,7 +77,7 @@ def compile_elsewhere(
     devices: Sequence[jax.Device] | np.ndarray,
     compiler_options: CompilerOptions | None = None,
     *,
-    quick: bool = False,
+    with_code: bool = True,
     progress: Progress | None = None,
 ) -> CompiledProgram:
     """Compiles a program with the TPU compiler in another process.
@@ -86,8 +86,9 @@ def compile_elsewhere(
         lowered: Program for the devices of `topology.devices`.
         devices: Devices of its mesh, in the order of the mesh (`mesh.devices.flat`).
         compiler_options: Same as in `jax.stages.Lowered.compile`; override those of `jax.jit`.
-        quick: Whether to end the process when it begins to generate machine code, which takes most
-            of the time of large programs. The program then has no machine code and no cycles.
+        with_code: Whether to generate machine code, which takes most of the time of large
+            programs. If not, the process ends when it begins with that, and the program has no
+            cycles.
         progress: Called at least twice per second with the current activity and its seconds.
 
     Raises:
@@ -108,7 +109,7 @@ def compile_elsewhere(
     request = _request(slice_name, [device.id for device in devices], lowered, compiler_options)
     request["num_slices"] = num_slices
     bytecode = _bytecode(lowered)
-    return (_ask_quickly if quick else _ask_for_program)(request, bytecode, progress)
+    return (_ask_for_program if with_code else _ask_without_code)(request, bytecode, progress)
 
 
 def _ask_for_program(
@@ -123,7 +124,7 @@ def _ask_for_program(
     return CompiledProgram(text=text, buffers=buffers, **fields)
 
 
-def _ask_quickly(
+def _ask_without_code(
     request: dict[str, Any], bytecode: bytes, progress: Progress | None
 ) -> CompiledProgram:
     started = time.monotonic()

@@ -44,7 +44,7 @@ programs:
 5. A callback to the host takes its bytes over the host's link, and 0.1 ms, which is what a call of
    the smallest matrix product takes from the host (rule 3). The time of its Python is unknown. A
    computation on the host (`compute_on`) takes the same, for its operands and its results.
-6. A program without machine code (`compile_elsewhere`, quick) has no cycles. To the t us of rule 2
+6. A program without machine code (`compile_elsewhere`) has no cycles. To the t us of rule 2
    a product adds 3 sqrt(t) us, and another instruction 6 sqrt(t), at most 15 us: short ones are
    less efficient. These numbers are from XLA's cycles of 99 programs of this repository's tests and
    examples: 80 % of the programs take 0.84 to 1.15 times as long by their cycles. A product for

@@ -79,7 +79,8 @@ class MemoryReport:
         not_donated: Names of the donated arguments whose memory no output reuses.
         donated_bytes: Memory of arguments that outputs reuse; included in the arguments.
         padding_bytes: Bytes that tiling adds, by category; included in the categories.
-        program_bytes: The program's own code, which the peak does not include.
+        program_bytes: The machine code, which the peak does not include; None if it is unknown,
+            because the compiler stopped before it.
         allocated_bytes: Memory that the compiler reserves, which must fit into the device: the
             values at the peak, and gaps between values of different lifetimes.
     """
@@ -94,7 +95,7 @@ class MemoryReport:
     not_donated: tuple[str, ...]
     donated_bytes: int = 0
     padding_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    program_bytes: int = 0
+    program_bytes: int | None = 0
     allocated_bytes: int = 0
 
     @property
@@ -102,7 +103,7 @@ class MemoryReport:
         """Capacity minus the memory and the code of the program; None if it is unknown."""
         if self.capacity_bytes is None:
             return None
-        return self.capacity_bytes - self.allocated_bytes - self.program_bytes
+        return self.capacity_bytes - self.allocated_bytes - (self.program_bytes or 0)
 
 
 def report(

@@ -25,7 +25,7 @@ class MemoryStats:
         output_bytes: Size of the results in device memory.
         alias_bytes: Size of the results that reuse the memory of donated arguments.
         temp_bytes: Size of the temporaries in device memory.
-        generated_code_bytes: Size of the program itself.
+        generated_code_bytes: Size of the machine code; None if there is none yet.
         peak_bytes: Largest amount in use at one time, as the compiler counts it.
         host_argument_bytes: Size of the arguments in host memory.
         host_output_bytes: Size of the results in host memory.
@@ -37,7 +37,7 @@ class MemoryStats:
     output_bytes: int
     alias_bytes: int
     temp_bytes: int
-    generated_code_bytes: int
+    generated_code_bytes: int | None
     peak_bytes: int
     host_argument_bytes: int
     host_output_bytes: int
@@ -106,7 +106,7 @@ def is_code_next(folder: str) -> bool:
 def from_files(folder: str, seconds: float) -> CompiledProgram:
     """Collects the reports about a program without machine code, from the compiler's files.
 
-    Its instructions have no `estimated_cycles`, and the size of its code is 0.
+    Its instructions have no `estimated_cycles`.
 
     Args:
         folder: Folder that the compiler got as `xla_dump_to`.
@@ -123,7 +123,7 @@ def from_files(folder: str, seconds: float) -> CompiledProgram:
             output_bytes=sizes.outputs,
             alias_bytes=sizes.aliased,
             temp_bytes=sizes.temporaries,
-            generated_code_bytes=0,
+            generated_code_bytes=None,
             peak_bytes=liveness.total_bytes(buffers),
             host_argument_bytes=on_host.arguments,
             host_output_bytes=on_host.outputs,
