@@ -235,11 +235,19 @@ def _read_expanded(eqn: core.JaxprEqn) -> Call:
 
 
 def _read_kernel(eqn: core.JaxprEqn) -> Kernel:
-    grid = tuple(eqn.params["grid_mapping"].grid)
+    mapping = eqn.params["grid_mapping"]
+    grid = tuple(mapping.grid)
     known = all(isinstance(size, int) for size in grid)
     estimate = eqn.params["cost_estimate"]
     flops = None if estimate is None else float(estimate.flops)
-    return Kernel(_program(eqn.params["jaxpr"]), grid if known else None, flops)
+    semantics = getattr(eqn.params["compiler_params"], "dimension_semantics", None) or ()
+    return Kernel(
+        _program(eqn.params["jaxpr"]),
+        grid if known else None,
+        flops,
+        num_blocks=len(mapping.block_mappings),
+        is_parallel="parallel" in map(str, semantics),
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,10 +99,14 @@ class Kernel(_OneBody):
         body: Program that runs at each place of its grid.
         grid: Sizes of the grid; None if a size is known only at run time.
         flops: The kernel's own estimate; None if it has none.
+        num_blocks: Number of operands and results with blocks.
+        is_parallel: Whether the cores of a chip may share its grid.
     """
 
     grid: tuple[int, ...] | None
     flops: float | None
+    num_blocks: int = 0
+    is_parallel: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

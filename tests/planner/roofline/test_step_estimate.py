@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 
 from tpudist import planner
@@ -14,6 +15,7 @@ from tpudist.planner.roofline.network import Network
 from tpudist.planner.roofline.operation_blocks import StepProgram
 from tpudist.planner.roofline.sharded_value import Value, local_shape, reshape_axes, resize
 from tpudist.planner.roofline.step_estimate import estimate
+from tpudist.xla.estimate.instruction_time import COPYING_STEP_S
 from tpudist.xla.hardware.chips import CHIPS
 
 pytestmark = pytest.mark.libtpu
@@ -241,6 +243,38 @@ def test_a_manual_permute_sends_to_the_next_device():
     assert found.waits_s == pytest.approx(
         devices.seconds("collective-permute", part, frozenset(["ring"]))
     )
+
+
+def test_a_manual_permute_runs_during_products_that_do_not_need_it():
+    devices = network(ring=8)
+    mesh = jax.sharding.AbstractMesh((8,), ("ring",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("ring")
+
+    def waits(step):
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=(spec, None), out_specs=spec)
+        inputs = ((8 * ROWS, WIDTH), (("ring",), ())), ((WIDTH, WIDTH), ((), ()))
+        return estimate(program(mapped, *inputs), devices).waits_s
+
+    def shift(x):
+        return jax.lax.ppermute(x, "ring", [(i, (i + 1) % 8) for i in range(8)])
+
+    sent = devices.seconds("collective-permute", 2.0 * ROWS * WIDTH, frozenset(["ring"]))
+    assert waits(lambda x, w: shift(x) @ w) == pytest.approx(sent)
+    assert waits(lambda x, w: shift(x) + x @ w) == 0
+
+
+def test_a_kernel_takes_the_time_of_its_grid():
+    def double(x):
+        def body(x_ref, out_ref):
+            out_ref[...] = 2 * x_ref[...]
+
+        spec = pl.BlockSpec((8, WIDTH), lambda i: (i, 0))
+        return pl.pallas_call(
+            body, out_shape=x, grid=(ROWS // 8,), in_specs=[spec], out_specs=spec
+        )(x)
+
+    found = estimate(program(double, ((ROWS, WIDTH), ((), ()))), network(data=8))
+    assert found.compute_s == pytest.approx(ROWS // 8 * COPYING_STEP_S)
 
 
 def test_a_loop_multiplies_its_body_and_keeps_its_stacked_results():

@@ -58,6 +58,9 @@ class DeviceAccount:
         self._live_bytes = 0.0
         self._made: list[Buffer] = []  # by the current operation
         self._on_chip = OnChipMemory(network.chip.generation)
+        self._products_s = 0.0  # so far
+        self._written_at: dict[Buffer, float] = {}  # by `_products_s`
+        self._sent: dict[Buffer, tuple[float, float]] = {}
 
     # Memory.
 
@@ -72,6 +75,7 @@ class DeviceAccount:
         self._live_bytes += live
         buffer = Buffer(num_bytes, is_product, live_bytes=live)
         self._made.append(buffer)
+        self._written_at[buffer] = self._products_s
         reads = frozenset((buffer,))
         return dataclasses.replace(like, reads=reads, is_single=True)
 
@@ -108,6 +112,7 @@ class DeviceAccount:
         value, if all that it reads existed then.
         """
         ordered = sorted(sources, key=lambda x: x.number)
+        self.wait(ordered)
         newest = ordered[-1].number if ordered else 0
         tick = next(CLOCK)
         num_bytes = 0.0
@@ -124,12 +129,32 @@ class DeviceAccount:
         """Adds a product."""
         self.cost.compute_s += seconds
         self.cost.slack_s += seconds
+        self._products_s += seconds
         self.cost.flops += flops
         self.cost.hbm_bytes += num_bytes
 
     def leave_chip(self) -> None:
         """Moves all values to HBM."""
         self._spend_bytes(self._on_chip.remove_all())
+
+    # Transfers that run in parallel with products.
+
+    def send(self, value: Value, result: Value, seconds: float) -> Value:
+        """Returns the result of a transfer, which starts as soon as the value exists."""
+        self.wait(value.reads)
+        received = self.new_value(result)
+        ready = max((self._written_at.get(x, 0.0) for x in value.reads), default=0.0)
+        for buffer in received.reads:
+            self._sent[buffer] = seconds, ready
+        return received
+
+    def wait(self, buffers: Iterable[Buffer] | None = None) -> None:
+        """Waits for the transfers of buffers, or of all."""
+        for buffer in list(self._sent) if buffers is None else buffers:
+            seconds, ready = self._sent.pop(buffer, (0.0, 0.0))
+            hidden = min(seconds, self.cost.slack_s, self._products_s - ready)
+            self.cost.slack_s -= hidden
+            self.cost.exposed_s += seconds - hidden
 
     def read_and_write(self, values: Sequence[Value], result: Value) -> Value:
         """Returns the result of an operation that is bound by memory."""

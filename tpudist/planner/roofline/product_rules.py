@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 
 from tpudist.planner import model_flops
+from tpudist.planner.roofline import kernel_work
 from tpudist.planner.roofline.element_rules import ElementRules
 from tpudist.planner.roofline.operation_blocks import Array, Operation
 from tpudist.planner.roofline.sharded_value import Axes, Value, num_parts, unsplit
 from tpudist.programs.jaxpr_structure import Kernel
 from tpudist.xla.estimate import kernels
-from tpudist.xla.estimate.instruction_time import COPYING_STEP_S
 from tpudist.xla.hardware import chips
 
 _PASSES = {"HIGH": 3.0, "HIGHEST": 6.0}  # of bfloat16 for a product of float32
@@ -215,19 +215,22 @@ class ProductRules(ElementRules):
         params = operation.eqn.params
         name, attributes = str(params["name"]), str(params.get("metadata"))
         flops = kernels.attention_flops(name, inputs, outputs, attributes)
-        steps = math.prod(kernel.grid or ())
-        steps *= kernels.attention_share(name, inputs, attributes)
+        share = kernels.attention_share(name, inputs, attributes)
         if flops is None:
             flops = kernel.flops
         if flops is None:
-            flops = model_flops.count(kernel.body) * steps
+            flops = model_flops.count(kernel.body) * share * math.prod(kernel.grid or ())
         self.leave_chip()
         sources = frozenset().union(*(v.reads for v in values))
+        self.wait(sources)
         num_bytes = sum(x.num_bytes for x in sources) + sum(x.num_bytes for x in results)
-        seconds = self.network.product_seconds(flops, "bf16", None, num_bytes)
-        width = self.network.rates.unit_width
+        rates = self.network.rates
         floats = [shape for dtype, shape in inputs if "float" in dtype and len(shape) > 1]
-        filled = min(1.0, floats[0][-1] / width) if floats else 1.0
-        seconds = max(seconds, flops / self.network.rates.flops_per_s() / filled)
-        self.spend_product(max(seconds, steps * COPYING_STEP_S), flops, num_bytes)
+        filled = min(1.0, floats[0][-1] / rates.unit_width) if floats else 1.0
+        products_s = flops / rates.flops_per_s() / filled
+        seconds = max(
+            *rates.grid_seconds(kernel_work.body_of(kernel), products_s, share),
+            num_bytes / rates.hbm_bytes_per_s,
+        )
+        self.spend_product(seconds, flops, num_bytes)
         return [self.new_value(x) for x in results]

@@ -18,9 +18,10 @@ The rules, fixed before any comparison with compiled programs:
    (`Network.scatters_sums`). It runs where the product is; over replicas it runs once, where the
    state changes. Operations with the same scalar operand and shape are split alike (`hints.link`).
 4. Gathers run in parallel with earlier products of their block on chips that do so: there the next
-   operand is gathered meanwhile, so the first one of a loop's body is waited for. Everything else
-   is waited for, too. Sums of less than 1 MiB in a block start together, unless one needs the
-   result of another.
+   operand is gathered meanwhile, so the first one of a loop's body is waited for. A `ppermute`
+   starts when its operand exists, and runs in parallel with the products until its result is read.
+   Everything else is waited for, too. Sums of less than 1 MiB in a block start together, unless
+   one needs the result of another.
 5. Memory contains the arguments, each value until its last use, and the results of loops. The
    body of a loop adds its own peak.
 """
@@ -117,6 +118,7 @@ class Walk(ProductRules):
         requests: Sequence[Axes | None],
     ) -> tuple["Walk", list[Value]]:
         self.leave_chip()
+        self.wait()
         body = self._inner(operation, 0, self.depth + 1)
         in_place = [True] * len(carry)
         return body, body.run([*consts, *carry, *rows], requests, in_place)
@@ -132,6 +134,7 @@ class Walk(ProductRules):
         """Runs a loop of unknown length once, or the slowest branch."""
         values = self.operands(operation)
         self.leave_chip()
+        self.wait()
         structure, slowest = operation.structure, None
         outputs: list[Value] = []
         inputs = values[1:] if isinstance(structure, Cond) else values
@@ -170,6 +173,7 @@ class Walk(ProductRules):
             traced += math.prod(part.shape) * part.item_bytes
             results.append(self.local(array, self._axes_of_spec(spec, array)))
         self.leave_chip()
+        self.wait()
         # The body has the shapes of a device of the trace; its work follows its results.
         share = sum(x.num_bytes for x in results) / traced if traced else 1.0
         body = self._inner(operation, 0, self.depth + 1)
@@ -192,6 +196,11 @@ class Walk(ProductRules):
             result = self.local(array, unsplit(len(array.shape)))
             if len(result.shape) == len(value.shape) and kind == "all-reduce":
                 result = dataclasses.replace(value, origin=None)
+            if kind == "collective-permute" and self.sizes.get(min(names), 1) > 1:
+                seconds = self.network.seconds(kind, value.num_bytes, names)
+                results.append(self.send(value, result, seconds))
+                continue
+            self.wait(value.reads)
             self.communicate(kind, max(value.num_bytes, result.num_bytes), names)
             results.append(self.new_value(result))
         return results

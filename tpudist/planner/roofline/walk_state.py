@@ -124,6 +124,7 @@ class WalkState(DeviceAccount, abc.ABC):
             else:
                 num_bytes += sum(map(self._on_chip.remove, value.reads))
         self._spend_bytes(self._read(sources) + num_bytes)
+        self.wait()
         self.cost.hbm_bytes += self._on_chip.hidden_bytes
         self.mark_peak()
         for (axes, _), num_bytes in self.cost.sums.items():

@@ -214,7 +214,7 @@ class Rates:
         work_s, copies_s = at_rate_s / filled, 0.0
         if body is not None:
             share = kernels.share_of_steps(module, kernel)
-            work_s, copies_s = self._grid_s(body, work_s, share)
+            work_s, copies_s = self.grid_seconds(body, work_s, share)
         seconds = max(work_s, copies_s, num_bytes / self.hbm_bytes_per_s)
         unknown = kernels.unknown_work(module, kernel)
         return Price(
@@ -227,7 +227,7 @@ class Rates:
             waits_for_blocks=copies_s >= seconds,
         )
 
-    def _grid_s(
+    def grid_seconds(
         self, body: kernel_bodies.KernelBody, products_s: float, share: float
     ) -> tuple[float, float]:
         """Returns the time of all steps of a grid, and of the copies of their blocks.
