@@ -23,10 +23,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
+from tpudist.planner import branch_shares
 from tpudist.programs import equation_layouts, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Kernel, Scan, Unknown, While
 from tpudist.xla.estimate.flops import valid_positions
 from tpudist.xla.hardware import chips
+from tpudist.xla.hlo.choices import Shares
 
 # Parts of `jax.named_scope`s whose products do not count: JAX's name of rematerialization, and the
 # names in models/parts/embedding.py and models/parts/rotary.py for products that move values.
@@ -44,7 +46,7 @@ def model_flops(
         closed: Jaxpr of one replica, with arrays that are not split over the axes inside it.
         num_replicas: Number of replicas.
     """
-    counter = _Counter()
+    counter = _Counter(branch_shares.find(closed).branches)
     written = jaxprs.open_jaxpr(closed)
     used, _ = partial_eval.dce_jaxpr(written, [True] * len(written.outvars))
     flops = counter.count(used, "")
@@ -75,7 +77,8 @@ class _Flops(dict[str, float]):
 
 
 class _Counter:
-    def __init__(self):
+    def __init__(self, shares: Mapping[int, Shares] | None = None):
+        self._shares = shares or {}
         self.notes: list[str] = []
 
     def count(self, jaxpr: jaxprs.Jaxpr, name_stack: str) -> _Flops:
@@ -118,8 +121,10 @@ class _Counter:
                 )
             return body
         if isinstance(structure, Cond):
-            # One branch runs, and which is not known here, so the one with the most work counts.
+            # If it is not known which branch runs, the one with the most work counts.
             branches = [self.count(branch, name_stack) for branch in structure.bodies]
+            if shares := self._shares.get(len(branches)):
+                return _Flops.sum(map(_Flops.times, branches, shares))
             return max(branches, key=_Flops.total)
         if isinstance(structure, Call):
             # `copies` counts the devices of a `shard_map`, whose body has the shapes of one device.

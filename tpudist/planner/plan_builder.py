@@ -15,7 +15,14 @@ import numpy as np
 
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
-from tpudist.planner import compiler_query, input_roles, model_flops, plan_notes, saved_plan
+from tpudist.planner import (
+    branch_shares,
+    compiler_query,
+    input_roles,
+    model_flops,
+    plan_notes,
+    saved_plan,
+)
 from tpudist.planner.abstract_arguments import TwinArguments
 from tpudist.planner.calibration import Calibration
 from tpudist.planner.plan_record import Plan
@@ -306,7 +313,9 @@ def _read_figures(
 ) -> _Figures:
     if answer.program is None:
         return _Figures()
-    module = hlo_module.parse(answer.program.text, has_cycles=answer.is_complete)
+    choices = None if step.closed is None else branch_shares.find(step.closed)
+    text, has_cycles = answer.program.text, answer.is_complete
+    module = hlo_module.parse(text, choices=choices, has_cycles=has_cycles)
     inputs = input_roles.select_used(answer.program.text, step.inputs, step.num_donated)
     simulated = timeline.simulate(module, mesh, chip)
     time = None if chip is None else step_time.estimate(module, chip, simulated)

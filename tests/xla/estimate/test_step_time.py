@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ from tpudist.xla.estimate import (
 )
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
+from tpudist.xla.hlo.choices import Choices
 
 V5E, V6E = chips.CHIPS["v5e"], chips.CHIPS["v6e"]
 Q = "bf16[2,8,2048,128]"
@@ -317,7 +320,7 @@ def test_a_step_is_the_sum_of_its_parts():
     assert estimate.unknown_trip_counts == estimate.unknown_kernels == ()
 
 
-def test_a_conditional_costs_its_most_expensive_branch():
+def _conditional(**choices):
     branch = """%BRANCH (x: f32[64,128]) -> f32[64,128] {
   %x.BRANCH = f32[64,128]{1,0:T(8,128)} parameter(0)
   ROOT %n.BRANCH = f32[64,128]{1,0:T(8,128)} reverse(%x.BRANCH), dimensions={0}, \
@@ -332,7 +335,20 @@ backend_config={"estimated_cycles":"CYCLES"}
         computations=branch.replace("BRANCH", "cheap").replace("CYCLES", "10")
         + branch.replace("BRANCH", "dear").replace("CYCLES", "9000000"),
     )
-    estimate = _estimate(module, _one("v5e"), V5E)
+    module = dataclasses.replace(module, choices=Choices(**choices))
+    return _estimate(module, _one("v5e"), V5E)
+
+
+def test_branches_cost_their_shares_of_the_runs():
+    estimate = _conditional(branches={2: (0.75, 0.25), 3: (0.0, 0.0, 1.0)})
+    whole = _conditional().step_s
+    assert estimate.guessed == ()
+    assert estimate.step_s == pytest.approx(0.25 * whole, rel=0.01)
+    assert "branches of conditionals" not in [cause.name for cause in estimate.causes]
+
+
+def test_a_conditional_costs_its_most_expensive_branch():
+    estimate = _conditional()
     assert [op.name for op in estimate.top] == ["n.dear"]
     (guess,) = estimate.guessed
     assert (guess.what, guess.branches[1]) == ("conditional", estimate.step_s)

@@ -156,12 +156,6 @@ def test_a_loop_of_unknown_length_counts_once_and_is_reported(loop):
     assert _counts(module, "add") == [1]
 
 
-def test_scan_lengths_from_the_jaxpr_fill_in_unknown_trip_counts():
-    module = _loop(limit="%n", scan_lengths={"jit(step)/while": 12})
-    assert module.unknown_trip_counts == ()
-    assert _counts(module, "add") == [12]
-
-
 def test_text_without_a_program_is_rejected():
     with pytest.raises(ValueError, match="ENTRY computation.*compiled.as_text"):
         hlo_module.parse("stablehlo.add")

@@ -215,7 +215,7 @@ class ProductRules(ElementRules):
         params = operation.eqn.params
         name, attributes = str(params["name"]), str(params.get("metadata"))
         flops = kernels.attention_flops(name, inputs, outputs, attributes)
-        share = kernels.attention_share(name, inputs, attributes)
+        share = kernels.attention_share(name, inputs, attributes, of_grid=True)
         if flops is None:
             flops = kernel.flops
         if flops is None:

@@ -8,9 +8,10 @@ times the size of the grid.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tpudist.xla.hlo import kernel_bodies, shapes
+from tpudist.xla.hlo.choices import TableKey
 from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
 
@@ -42,7 +43,8 @@ def flops(module: Module, instruction: Instruction) -> float | None:
     if match := _attention(instruction):
         results = [array.dims for array in instruction.arrays]
         operands = _operands_of(module, instruction)
-        return attention_flops(match[0], operands, results, instruction.attributes)
+        blocks = module.choices.blocks
+        return attention_flops(match[0], operands, results, instruction.attributes, blocks)
     if estimate := _ESTIMATE.search(instruction.attributes):
         return float(estimate[1])
     found = body(instruction)
@@ -57,8 +59,12 @@ def body(instruction: Instruction) -> kernel_bodies.KernelBody | None:
 def share_of_steps(module: Module, instruction: Instruction) -> float:
     """Returns the share of the steps of a kernel's grid that compute: less than 1 with a mask."""
     match = _attention(instruction)
-    operands = _operands_of(module, instruction) if match else []
-    return attention_share(match[0], operands, instruction.attributes) if match else 1.0
+    if not match:
+        return 1.0
+    operands = _operands_of(module, instruction)
+    return attention_share(
+        match[0], operands, instruction.attributes, module.choices.blocks, of_grid=True
+    )
 
 
 def unknown_work(module: Module, instruction: Instruction) -> str:
@@ -128,6 +134,7 @@ def attention_flops(
     operands: Sequence[Operand],
     results: Sequence[tuple[int, ...]],
     attributes: str,
+    blocks: Mapping[TableKey, float] | None = None,
 ) -> float | None:
     """Returns the operations of one of JAX's attention kernels; None for another kernel.
 
@@ -136,6 +143,7 @@ def attention_flops(
         operands: Dtype and shape of each operand.
         results: Shapes of the results.
         attributes: Text with the block sizes of the kernel.
+        blocks: Visited blocks, if they are known; see `Choices`.
     """
     match, found = _ATTENTION.search(name), _shapes_of_attention(operands)
     if match is None or len(found) < 3:
@@ -145,15 +153,50 @@ def attention_flops(
     *heads, length, head_dim = queries
     products = "fused" if part == "dkv" and _returns_queries(results, queries) else part
     full = 2.0 * math.prod(heads) * length * keys[-2] * head_dim * _MATMULS[products]
-    return full * attention_share(name, operands, attributes)
+    return full * attention_share(name, operands, attributes, blocks)
 
 
-def attention_share(name: str, operands: Sequence[Operand], attributes: str) -> float:
-    """Returns the share of the steps of an attention kernel that compute; see `attention_flops`."""
+def attention_share(
+    name: str,
+    operands: Sequence[Operand],
+    attributes: str,
+    blocks: Mapping[TableKey, float] | None = None,
+    *,
+    of_grid: bool = False,
+) -> float:
+    """Returns the share of the blocks of queries and keys that an attention kernel visits.
+
+    Args:
+        name: Text with the name of the kernel.
+        operands: Dtype and shape of each operand.
+        attributes: Text with the block sizes of the kernel.
+        blocks: Visited blocks, if they are known; see `Choices`.
+        of_grid: Whether to return the share of the steps of its grid. The grid of a kernel with a
+            window may leave out blocks that no row visits.
+    """
     match, keys = _ATTENTION.search(name), _shapes_of_attention(operands)[1:2]
-    if not match or match["family"] != "splash" or not keys:
+    tables = [dims for dtype, dims in operands if dtype in _TABLES and len(dims) == 3]
+    # A masked kernel has tables of its blocks [heads, rows, columns]; an unmasked one has none.
+    if not match or match["family"] != "splash" or not keys or not tables:
         return 1.0
-    return _share_of_blocks(operands, attributes, match["part"], keys[0][-2])
+    _, rows, columns = table = tables[0]
+    suffix = "" if match["part"] == "fwd" else f"_{match['part']}"
+    block = re.search(rf"\bblock_kv{suffix}\W+(\d+)", attributes)
+    total = keys[0][-2] // int(block[1]) if block else columns
+    visited = next(
+        (
+            number
+            for (kernel, dims), number in (blocks or {}).items()
+            if dims == table and (own := _ATTENTION.search(kernel)) and own[0] == match[0]
+        ),
+        None,
+    )
+    if visited is None:
+        # The contents of a table are not in the text. The mask is assumed to be causal: row i of n
+        # visits the columns up to the diagonal. The columns of a table are the most that a row
+        # visits, so a narrow table means a window: then a row visits only the last of them.
+        visited = sum(min(columns, math.ceil((row + 1) * total / rows)) for row in range(rows))
+    return visited / (rows * (columns if of_grid else total))
 
 
 def _returns_queries(results: Sequence[tuple[int, ...]], queries: tuple[int, ...]) -> bool:
@@ -161,20 +204,3 @@ def _returns_queries(results: Sequence[tuple[int, ...]], queries: tuple[int, ...
     # with one more dim, the blocks of keys: [..., blocks, length, head_dim].
     larger = (dims for dims in results if len(dims) > len(queries))
     return any(dims[-2:] == queries[-2:] for dims in larger)
-
-
-def _share_of_blocks(operands: Sequence[Operand], attributes: str, part: str, keys: int) -> float:
-    """Estimates the share of all blocks of queries and keys that a splash kernel visits."""
-    # A masked kernel has tables of its blocks [heads, rows, columns] as operands, whose contents
-    # are not in the text; an unmasked kernel has none. The mask is assumed to be causal: row i of
-    # n visits the columns up to the diagonal. The columns of a table are the most that a row
-    # visits, so a narrow table means a window: then a row visits only the last of these columns.
-    tables = [dims for dtype, dims in operands if dtype in _TABLES and len(dims) == 3]
-    if not tables:
-        return 1.0
-    _, rows, columns = tables[0]
-    suffix = "" if part == "fwd" else f"_{part}"
-    block = re.search(rf"\bblock_kv{suffix}\W+(\d+)", attributes)
-    total = keys // int(block[1]) if block else columns
-    visited = sum(min(columns, math.ceil((row + 1) * total / rows)) for row in range(rows))
-    return visited / (rows * total)

@@ -68,18 +68,28 @@ class _Loop:
 
 @dataclasses.dataclass
 class _Branches:
-    """Runs one of several lists of actions: the slowest, which the first simulation finds."""
+    """Runs one of several lists of actions: the slowest, which the first simulation finds.
+
+    If the `shares` of the runs are known, all branches run, each as often as its share.
+    """
 
     conditional: Instruction
     count: float
     branches: "list[_Actions]"
+    shares: tuple[float, ...] | None = None
     slowest: int | None = None
     seconds: tuple[float, ...] = ()
+
+    def select(self) -> "list[_Actions]":
+        """Returns the branches that count."""
+        if self.shares:
+            return self.branches
+        return self.branches[self.slowest or 0 :][:1]
 
 
 @dataclasses.dataclass(frozen=True)
 class Conditional:
-    """A conditional that a step runs.
+    """A conditional that a step runs, whose choices are not known.
 
     Attributes:
         instruction: The conditional.
@@ -139,14 +149,15 @@ def transfer_seconds(event: Event) -> float:
 
 
 def _events(actions: _Actions) -> Iterator[Event]:
-    """Yields the events that a step runs: of a conditional, those of its slowest branch."""
+    """Yields the events that a step runs: those of the slowest branch if the choice is unknown."""
     for action in actions:
         if isinstance(action, _Run):
             yield action.event
         elif isinstance(action, _Loop):
             yield from _events(action.actions)
-        elif isinstance(action, _Branches) and action.branches:
-            yield from _events(action.branches[action.slowest or 0])
+        elif isinstance(action, _Branches):
+            for branch in action.select():
+                yield from _events(branch)
 
 
 def _conditionals(actions: _Actions) -> Iterator[Conditional]:
@@ -154,9 +165,11 @@ def _conditionals(actions: _Actions) -> Iterator[Conditional]:
     for action in actions:
         if isinstance(action, _Loop):
             yield from _conditionals(action.actions)
-        elif isinstance(action, _Branches) and len(action.branches) > 1:
-            yield Conditional(action.conditional, action.count, action.seconds)
-            yield from _conditionals(action.branches[action.slowest or 0])
+        elif isinstance(action, _Branches):
+            if len(action.branches) > 1 and not action.shares:
+                yield Conditional(action.conditional, action.count, action.seconds)
+            for branch in action.select():
+                yield from _conditionals(branch)
 
 
 class _Reader:
@@ -205,10 +218,13 @@ class _Reader:
         if opcode not in ("call", "async-start", "call-start", "conditional"):
             return []
         callees = (self._module.computations.get(name) for _, name in instruction.called)
-        read = [self.read(callee, count) for callee in callees if callee]
-        if opcode == "conditional":
-            return [_Branches(instruction, count, read)]
-        return [_Loop(actions, 1) for actions in read]
+        bodies = [callee for callee in callees if callee]
+        if opcode != "conditional":
+            return [_Loop(self.read(body, count), 1) for body in bodies]
+        shares = self._module.shares_of(instruction)
+        counts = [count * share for share in shares] if shares else [count] * len(bodies)
+        read = [self.read(body, times) for body, times in zip(bodies, counts, strict=True)]
+        return [_Branches(instruction, count, read, shares)]
 
 
 class _Player:
@@ -236,7 +252,7 @@ class _Player:
             elif isinstance(action, _Loop):
                 clock.time += action.trips * self.play(action.actions)
             else:
-                clock.time += self._run_slowest(action)
+                clock.time += self._run_branches(action)
         for key in list(clock.in_flight):  # transfers that nothing in this computation waits for
             clock.wait(key)
         return clock.time
@@ -250,9 +266,12 @@ class _Player:
             if action.phase == "whole":
                 clock.wait(action.key)
 
-    def _run_slowest(self, action: _Branches) -> float:
+    def _run_branches(self, action: _Branches) -> float:
         if not action.branches:
             return 0.0
+        if action.shares:
+            seconds = map(self.play, action.branches)
+            return sum(x * share for x, share in zip(seconds, action.shares, strict=True))
         if self._is_first:
             action.seconds = tuple(self.play(branch) for branch in action.branches)
             action.slowest = action.seconds.index(max(action.seconds))

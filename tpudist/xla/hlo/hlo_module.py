@@ -10,9 +10,10 @@ Shapes are per device. Source: `jax.stages.Compiled.as_text()`; syntax: xla/hlo/
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from tpudist.xla.hlo import replica_groups, source_lines
+from tpudist.xla.hlo.choices import Choices, Shares
 from tpudist.xla.hlo.instructions import Computation, Instruction
 from tpudist.xla.hlo.trip_counts import count_trips
 
@@ -39,8 +40,7 @@ class Module:
         entry: Computation that a step runs.
         num_devices: Number of devices that the program was compiled for.
         sources: Tables of source lines.
-        scan_lengths: Trip counts by the `op_name` of the loop, for loops whose trip count cannot
-            be read from the text.
+        choices: Choices that the text does not show.
         has_cycles: Whether the compiler has estimated cycles, which it does when it generates
             machine code.
     """
@@ -50,17 +50,13 @@ class Module:
     entry: Computation
     num_devices: int
     sources: source_lines.Sources
-    scan_lengths: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    choices: Choices = Choices()
     has_cycles: bool = True
 
     @functools.cached_property
     def trip_counts(self) -> dict[str, int | None]:
         """Number of times that each `while` runs its body, by name; None if it is unknown."""
-        counts = count_trips(self.computations)
-        for name, loop in self.loops.items():
-            if counts[name] is None:
-                counts[name] = self.scan_lengths.get(loop.op_name)
-        return counts
+        return count_trips(self.computations)
 
     @functools.cached_property
     def unknown_trip_counts(self) -> tuple[str, ...]:
@@ -86,6 +82,14 @@ class Module:
         """Returns the instructions whose results `instruction` reads."""
         siblings = self.computations[instruction.computation].instructions
         return [siblings[name] for name in instruction.operands if name in siblings]
+
+    def shares_of(self, conditional: Instruction) -> Shares | None:
+        """Returns the shares of the branches, in the order of the text; None if unknown."""
+        shares = self.choices.branches.get(len(conditional.called))
+        which = self.operands_of(conditional)[:1]
+        if shares and which and which[0].arrays[:1] and which[0].arrays[0].dtype == "pred":
+            return shares[::-1]  # the first branch is that for true
+        return shares
 
     def contents_of(self, fusion: Instruction) -> Computation:
         """Returns the computation that a fusion computes."""
@@ -156,15 +160,12 @@ class Module:
             yield from reversed(callee.instructions.values())
 
 
-def parse(
-    text: str, *, scan_lengths: Mapping[str, int] | None = None, has_cycles: bool = True
-) -> Module:
+def parse(text: str, *, choices: Choices | None = None, has_cycles: bool = True) -> Module:
     """Parses the text of a compiled program, in time linear in its length.
 
     Args:
         text: HLO text of the program, `compiled.as_text()`.
-        scan_lengths: Trip counts by the `op_name` of the loop, for loops whose trip count cannot
-            be read from the text; `jax.make_jaxpr` knows the lengths of scans.
+        choices: See `Module`.
         has_cycles: See `Module`.
 
     Raises:
@@ -198,7 +199,7 @@ def parse(
         entry,
         replica_groups.count_devices(text),
         sources,
-        dict(scan_lengths or {}),
+        choices or Choices(),
         has_cycles,
     )
 
