@@ -111,8 +111,19 @@ def test_channels_of_a_convolution_fill_their_tiles():
     assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
 
 
-def test_a_dim_with_one_part_per_device_leaves_the_rest_to_the_next():
-    assert local_shape((4, 2, 2560), ((), ("a",), ()), {"a": 8}) == (4, 1, 640)
+def test_an_update_of_a_large_value_is_written_to_it():
+    def step(x, update):
+        return jax.lax.dynamic_update_slice(x, jnp.tanh(update), (0, 0))
+
+    devices = network(data=8)
+    large, small = (16 * ROWS, WIDTH), (256, WIDTH)
+    step = program(step, (large, ((), ())), (small, ((), ())), replaced=(0,))
+    assert estimate(step, devices).hbm_bytes >= 2 * 2 * small[0] * small[1]
+
+
+@pytest.mark.parametrize(("axis", "rest"), [("expert", 640), ("fsdp", 2560)])
+def test_groups_of_experts_share_the_tokens(axis, rest):
+    assert local_shape((4, 2, 2560), ((), (axis,), ()), {axis: 8}) == (4, 1, rest)
 
 
 def test_operands_that_are_all_repeated_split_their_result():
@@ -310,11 +321,22 @@ def test_a_reshape_keeps_the_axes_of_its_outer_dims(before, after, axes, expecte
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"), [((4, 1, 4096), (8, 1, 2048)), ((4, 3), (4, 3)), ((6, 4096), (6, 4096))]
+    ("shape", "expected"),
+    [
+        ((4, 1, 4096), (8, 1, 2048)),
+        ((4, 3), (4, 3)),
+        ((6, 4096), (6, 4096)),
+    ],
 )
 def test_a_dim_per_device_has_the_devices_of_the_estimate(shape, expected):
     axes = (("data", "fsdp"), *[()] * (len(shape) - 1))
     assert resize(shape, axes, {"data": 4, "fsdp": 2}, {"data": 2, "fsdp": 2}) == expected
+
+
+def test_the_rest_of_a_dim_per_device_is_not_in_a_split_dim():
+    axes = (("fsdp",), ("sequence",), ())
+    sizes = {"fsdp": 4, "sequence": 2}
+    assert resize((2, 2, 8), axes, sizes, {"fsdp": 2, "sequence": 2}) == (4, 2, 4)
 
 
 def test_rows_of_a_larger_axis_stay_on_one_device():

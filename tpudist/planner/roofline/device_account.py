@@ -164,6 +164,12 @@ class DeviceAccount:
         self._spend_bytes(num_bytes)
         return written
 
+    def overwrite(self, value: Value, update: Value) -> None:
+        """Writes an update into a value, which keeps its place."""
+        num_bytes = self._read(update.reads)
+        is_on_chip = all(map(self._on_chip.has, value.reads))
+        self._spend_bytes(num_bytes + (0.0 if is_on_chip else update.num_bytes))
+
     def write_product(
         self,
         flops: float,

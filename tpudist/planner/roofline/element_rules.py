@@ -121,9 +121,11 @@ class ElementRules(WalkState):
         starts = dict(
             zip(itertools.accumulate(before, initial=1, func=mul), value.axes, strict=False)
         )
-        offsets = itertools.accumulate(array.shape, initial=1, func=mul)
-        begun = tuple(starts.get(x, ()) for x, _ in zip(offsets, array.shape, strict=False))
-        after = resize(array.shape, begun, *sizes)
+        after, offset, begun = array.shape, 1, unsplit(len(array.shape))
+        for dim in range(len(after)):
+            begun = (*begun[:dim], starts.get(offset, ()), *begun[dim + 1 :])
+            after = resize(array.shape, begun, *sizes)
+            offset *= after[dim]
         axes, shape = reshape_axes(before, after, value, self.sizes)
         lost = names_in(value.axes) - names_in(axes)
         if lost:
@@ -188,7 +190,7 @@ class ElementRules(WalkState):
         if operation.name.startswith("scatter"):
             update = self.value(operation.inputs[2])
         partial = names_in(update.axes) - names_in(value.axes) if "add" in operation.name else set()
-        self.read_and_write([update], update)
+        self.overwrite(value, update)
         result = dataclasses.replace(value, origin=None, partial=value.partial | partial)
         if partial:
             result = self.sum(result, self.wanted[operation.outputs[0]])

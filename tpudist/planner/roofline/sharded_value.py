@@ -11,6 +11,7 @@ Sizes = Mapping[str, int]
 """Sizes of the mesh axes."""
 
 
+EXPERT_AXIS = "expert"
 CLOCK = itertools.count(1)
 """Ticks once for each buffer and each loop of a walk."""
 
@@ -113,8 +114,8 @@ def fit(shape: Sequence[int], axes: Axes, sizes: Sizes, traced: Sizes) -> Axes:
 def local_shape(shape: Sequence[int], axes: Axes, sizes: Sizes) -> tuple[int, ...]:
     """Returns the shape on one device.
 
-    If a dim has fewer elements than devices, because it had one per device of the trace, the next
-    dims have fewer elements here (`resize`).
+    A dim may have one element per device of the trace, and so fewer elements than devices. If it is
+    the groups of experts, the next dims have fewer elements instead: groups share the tokens.
     """
     found = []
     rest = 1
@@ -122,15 +123,15 @@ def local_shape(shape: Sequence[int], axes: Axes, sizes: Sizes) -> tuple[int, ..
         parts = rest * num_parts(names, sizes)
         own = math.gcd(parts, size) if rest > 1 or parts > size else parts
         found.append(-(-size // own))
-        rest = parts // own
+        rest = parts // own if rest > 1 or EXPERT_AXIS in names else 1
     return tuple(found)
 
 
 def resize(shape: Sequence[int], axes: Axes, sizes: Sizes, traced: Sizes) -> tuple[int, ...]:
     """Returns a complete shape for axes of other sizes than in the trace.
 
-    If a dim has one element per device of the trace, and a later dim the rest, the first gets one
-    element per device here.
+    If a dim has one element per device of the trace, and a later dim without axes the rest, the
+    first gets one element per device here.
     """
     found = list(shape)
     for dim, names in enumerate(axes):
@@ -138,7 +139,7 @@ def resize(shape: Sequence[int], axes: Axes, sizes: Sizes, traced: Sizes) -> tup
         if not names or shape[dim] != before or before == after:
             continue
         for rest in range(dim + 1, len(found)):
-            if found[rest] > 1 and found[rest] * before % after == 0:
+            if not axes[rest] and found[rest] > 1 and found[rest] * before % after == 0:
                 found[dim], found[rest] = after, found[rest] * before // after
                 break
     return tuple(found)
