@@ -121,6 +121,23 @@ def test_an_update_of_a_large_value_is_written_to_it():
     assert estimate(step, devices).hbm_bytes >= 2 * 2 * small[0] * small[1]
 
 
+@pytest.mark.parametrize(("num_ids", "kind"), [(4096, "all-gather"), (2**20, "all-reduce")])
+def test_the_gradient_of_a_table_moves_its_rows_or_itself(num_ids, kind):
+    """XLA gathers the updates of a scatter if they are smaller than the sums of its result."""
+    table, width = 2**17, 128
+
+    def step(rows, ids):
+        zeros = jnp.zeros((table, width), jnp.bfloat16)
+        return zeros.at[ids[:, 0].astype(jnp.int32)].add(rows)
+
+    devices = network(fsdp=8)
+    ids = (num_ids, 1), (("fsdp",), ())
+    found = estimate(program(step, ((num_ids, width), (("fsdp",), ())), ids), devices)
+    moved = num_ids if kind == "all-gather" else table
+    moved_s = devices.seconds(kind, 2.0 * moved * width, frozenset(["fsdp"]))
+    assert found.waits_s == pytest.approx(moved_s)
+
+
 @pytest.mark.parametrize(("axis", "rest"), [("expert", 640), ("fsdp", 2560)])
 def test_groups_of_experts_share_the_tokens(axis, rest):
     assert local_shape((4, 2, 2560), ((), (axis,), ()), {axis: 8}) == (4, 1, rest)

@@ -189,7 +189,14 @@ class ElementRules(WalkState):
         value, update = (self.value(i) for i in operation.inputs[:2])
         if operation.name.startswith("scatter"):
             update = self.value(operation.inputs[2])
+        if self.is_fused(value):
+            value = self.write(value)
         partial = names_in(update.axes) - names_in(value.axes) if "add" in operation.name else set()
+        gathered = partial - self.lazy
+        whole = update.num_bytes * num_parts(tuple(gathered), self.sizes)
+        if gathered and whole < 2 * value.num_bytes:  # what moves less, as in XLA's partitioner
+            axes = tuple(tuple(x for x in names if x not in gathered) for names in update.axes)
+            update, partial = self.reshard(update, axes), partial - gathered
         self.overwrite(value, update)
         result = dataclasses.replace(value, origin=None, partial=value.partial | partial)
         if partial:
