@@ -1,6 +1,7 @@
 """Collects the compiler's reports about a program: its text, memory and buffers."""
 
 import dataclasses
+import glob
 import pathlib
 from typing import Any
 
@@ -100,7 +101,12 @@ def is_code_next(folder: str) -> bool:
     # When the last file exists, the others are complete, but perhaps not this one. The compiler may
     # write about a helper before it is done with the program, which is the largest module.
     begun = _largest(folder, _BEGIN)
-    return begun is not None and begun.with_name(begun.name.removesuffix(_BEGIN) + _LAST).exists()
+    if begun is None:
+        return False
+    # The name of a file begins with the number of the module, such as "module_0003.". The compiler
+    # numbers some programs again while it optimizes them, for example those with random numbers.
+    name = begun.name.partition(".")[2].removesuffix(_BEGIN)
+    return any(begun.parent.glob(f"*.{glob.escape(name + _LAST)}"))
 
 
 def from_files(folder: str, seconds: float) -> CompiledProgram:
