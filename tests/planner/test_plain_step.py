@@ -178,6 +178,21 @@ def with_own_mesh():
             ValueError,
             "pass 'b' by position, or give its arrays shardings",
         ),
+        (
+            lambda: planner.plan(jnp.sin, X, mesh=data_mesh(), in_shardings="data"),
+            ValueError,
+            r"in_shardings has 'data'. .* such as P\(\"data\"\)",
+        ),
+        (
+            lambda: planner.plan(jnp.add, X, y=X),
+            TypeError,
+            r"no option 'y'. Pass .* as kwargs={'y': ...}",
+        ),
+        (
+            lambda: planner.plan(pad, (X, 3)),
+            TypeError,
+            r"one tuple for the 2 arguments.* planner.plan\(step, \*args\)",
+        ),
         (lambda: planner.plan(pad, X, 3), TypeError, r"Pass static_argnums=\[1\] to planner.plan"),
         (
             lambda: planner.plan(pad, X, kwargs={"rows": 3}),

@@ -276,6 +276,11 @@ class Placement:
         return [self._read_sharding(x) for x in leaves]
 
     def _read_sharding(self, x: PartitionSpec | Sharding | None) -> Sharding | None:
+        if not _is_sharding(x):
+            raise ValueError(
+                f"in_shardings has {x!r}. Its leaves must be shardings, PartitionSpecs of the mesh "
+                'such as P("data"), or None.'
+            )
         if not isinstance(x, PartitionSpec):
             return self._move(x) if isinstance(x, NamedSharding) else x
         if self._mesh is None:

@@ -6,6 +6,7 @@ of a strategy. `plain_placement` places its arguments, and `plain_program` lower
 """
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,7 @@ def plan(
     complete: bool = False,
     calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
     progress: Progress | None = None,
+    **unknown: PyTree,
 ) -> Plan:
     """Compiles a step of plain JAX, and returns its memory, time and traffic; nothing is run.
 
@@ -93,13 +95,19 @@ def plan(
         progress: Called with the current activity and its seconds.
 
     Raises:
-        TypeError: If `step` is not callable, or a `Lowered` is passed with arguments.
+        TypeError: If `step` is not callable, a `Lowered` is passed with arguments, or arguments of
+            the step are in a tuple or are keywords of `plan`.
         ValueError: If the devices of the step are not those of `topology`, there is no such
             topology, or `mesh` or `in_shardings` do not fit. `plan` also raises what the step does.
         ImportError: If libtpu is missing, or is not the version for this JAX.
         RuntimeError: If the compiler failed for another reason than memory.
     """
     figure_checks.check(tokens_per_step, model_flops)
+    if unknown:
+        raise TypeError(
+            f"planner.plan has no option {next(iter(unknown))!r}. Pass keyword arguments of the "
+            f"step as kwargs={{{', '.join(f'{name!r}: ...' for name in unknown)}}}."
+        )
     measured = None if calibration is None else read_calibration(calibration)
     request = plan_builder.PlanRequest(
         topology, dict(compiler_options or {}), tokens_per_step, model_flops, cache, in_process,
@@ -129,9 +137,28 @@ def plan(
             require_no_argnums(f"{program.name}, a method of Keras", argnums)
             return plan_method(program, mesh, request, report)
         else:
+            _check_positional(step, args, kwargs or {})
             values = args, dict(kwargs or {}), in_shardings
             lowered = _lower_step(step, values, topology, mesh, argnums)
         return _plan_call(lowered, request, report, time.monotonic() - started)
+
+
+def _check_positional(step: Callable[..., Any], args: tuple, kwargs: Mapping[str, PyTree]) -> None:
+    """Raises `TypeError` for the arguments in one tuple, as `Strategy.plan` receives them."""
+    if len(args) != 1 or type(args[0]) not in (tuple, list):
+        return
+    try:
+        signature = inspect.signature(step)
+        signature.bind(*args[0], **kwargs)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"planner.plan received one {type(args[0]).__name__} for the {len(args[0])} arguments "
+            "of the step. Pass them one by one: planner.plan(step, *args)."
+        ) from error
 
 
 def _lower_step(
