@@ -85,7 +85,7 @@ def test_a_split_transformer_compiles_and_has_a_cost_on_every_chip(name):
 
 
 def test_every_option_has_a_reason_and_its_chips():
-    names = [option.name for option in compiler_options.OPTIONS]
+    names = [(x.name, chip) for x in compiler_options.OPTIONS for chip in x.generations]
     assert len(names) == len(set(names))
     for option in compiler_options.OPTIONS:
         assert option.reason.endswith(".")
@@ -106,13 +106,7 @@ def test_devices_that_are_not_tpus_have_no_options():
         compiler_options.options_for_chip("v8")
 
 
-@pytest.mark.libtpu
-@pytest.mark.skipif(
-    compiler_options._libtpu() > (0, 0, 42), reason="libtpu refuses the option since 0.0.50"
-)
-@pytest.mark.slow
-def test_v6e_gathers_weights_while_it_computes():
-    """Other chips do this by default. The two options have no effect separately."""
+def _gathers_on_v6e():
     mesh = Mesh(np.array(topology.devices("v6e-8")), ("fsdp",), axis_types=(AxisType.Auto,))
 
     def shape(dtype, spec, *sizes):
@@ -131,9 +125,19 @@ def test_v6e_gathers_weights_while_it_computes():
         shape(jnp.float32, split, 3, 14336, 4096),
     )
     x = shape(jnp.bfloat16, P("fsdp"), 8 * 8192, 4096)
-    lowered = jax.jit(step, out_shardings=x.sharding).lower(weights, x)
     options = compiler_options.options_for_chip("v6e")
     del options["xla_tpu_scoped_vmem_limit_kib"]  # takes minutes
+    return jax.jit(step, out_shardings=x.sharding).lower(weights, x), mesh, options
+
+
+@pytest.mark.libtpu
+@pytest.mark.skipif(
+    compiler_options._libtpu() > (0, 0, 42), reason="libtpu refuses the option since 0.0.50"
+)
+@pytest.mark.slow
+def test_v6e_gathers_weights_while_it_computes():
+    """Other chips do this by default. The two options have no effect separately."""
+    lowered, _, options = _gathers_on_v6e()
 
     def beside(without=None):
         chosen = {name: value for name, value in options.items() if name != without}
@@ -145,6 +149,23 @@ def test_v6e_gathers_weights_while_it_computes():
         "xla_enable_async_all_gather",
     ):
         assert beside(without=name) == 0
+
+
+@pytest.mark.libtpu
+@pytest.mark.skipif(compiler_options._libtpu() < (0, 0, 50), reason="for newer libtpus")
+@pytest.mark.slow
+def test_v6e_gathers_weights_on_sparse_cores():
+    lowered, mesh, options = _gathers_on_v6e()
+
+    def on_sparse_cores(options):
+        program = compiler_process.compile_elsewhere(
+            lowered, mesh.devices, options, with_code=False
+        )
+        return program.text.count('async_execution_thread="sparsecore"')
+
+    assert on_sparse_cores(options) > 0
+    others = {name: value for name, value in options.items() if "all_gather" not in name}
+    assert on_sparse_cores(others) == 0
 
 
 def test_v6e_computes_in_larger_tiles_and_without_collective_matmul():
@@ -159,6 +180,8 @@ def test_an_option_that_newer_libtpus_reject_is_used_only_with_older_ones(libtpu
     gathers = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
     sinks = "xla_tpu_enable_sunk_dcn_allreduce_done_with_host_reduction"
     assert (gathers in compiler_options.options_for_chip("v6e")) == has
+    on_sparse_cores = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+    assert (on_sparse_cores in compiler_options.options_for_chip("v6e")) != has
     assert (sinks in compiler_options.options_for_chip("v5e", 2)) == has
     assert "xla_tpu_data_parallel_opt_different_sized_ops" in compiler_options.options_for_chip(
         "v5e", 2
