@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import tpudist
-from tpudist.models import Transformer, TransformerConfig, decoder
+from tpudist.models import Transformer, TransformerConfig
 from tpudist.models.decoder import KVCache, decode_step, generate, prefill
 from tpudist.models.presets import PRESETS
 from tpudist.xla.estimate import memory
@@ -88,6 +88,20 @@ def test_decoding_on_a_mesh_has_the_logits_of_one_device(axes, changes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("axes", "width"), [({}, 4), ({}, 256), ({"data": 2, "tensor": 2}, 256)], ids=str
+)
+def test_a_cache_of_integers_has_nearly_the_same_logits(axes, width):
+    config = dataclasses.replace(SMALL, head_width=width, attention_sinks=True)
+    strategy = tpudist.TPUStrategy(replica_axes=axes, devices=jax.devices()[: 4 if axes else 1])
+    model = strategy.create(lambda: make(config))
+    cache = strategy.create(lambda: KVCache(config, 4, 12, dtype=jnp.int8))
+    got, want = decode_all(model, cache, strategy.run), of_complete_sequences(make(config))
+    assert cache.keys[...].dtype == jnp.int8
+    assert 0 < np.abs(got - want).max() < 0.02 * np.abs(want).max()
+
+
+@pytest.mark.slow
 def test_generate_continues_prompts_of_different_lengths_by_the_likeliest_tokens():
     model = make()
     got = np.array(generate(model, TOKENS[:, :6], 4, lengths=LENGTHS))
@@ -122,9 +136,9 @@ def test_each_replica_generates_for_its_own_prompts():
 @pytest.mark.slow
 def test_a_full_cache_forgets_the_oldest_tokens():
     """Layers with a window need no more slots than the window."""
-    config = dataclasses.replace(SMALL, attention_window=decoder.BLOCK)
+    config = dataclasses.replace(SMALL, attention_window=16)
     model, tokens = make(config), jax.random.randint(jax.random.key(2), (1, 40), 0, 64)
-    cache = KVCache(config, 1, decoder.BLOCK)
+    cache = KVCache(config, 1, 16)
     logits = [run_jitted(prefill, (model, cache, tokens[:, :8]))]
     logits += [run_jitted(decode_step, (model, cache, tokens[:, i])) for i in range(8, 40)]
     np.testing.assert_allclose(np.concatenate(logits), model(tokens)[0, 7:], atol=1e-5)
@@ -135,13 +149,14 @@ def test_a_full_cache_forgets_the_oldest_tokens():
     jax.__version_info__ < (0, 11), reason="the compiler of jax 0.10 moves twice the bytes"
 )
 @pytest.mark.slow
-def test_a_decode_step_on_a_tpu_reads_weights_and_cache_once_and_copies_neither():
-    config = dataclasses.replace(
-        PRESETS["llama-3.1-8b"].config, num_layers=2, vocabulary=2048, param_dtype="bfloat16"
-    )
+@pytest.mark.parametrize(("width", "dtype"), [(128, "bfloat16"), (256, "int8")])
+def test_a_decode_step_on_a_tpu_reads_weights_and_cache_once_and_copies_neither(width, dtype):
+    sizes = {"num_layers": 2, "vocabulary": 2048, "head_width": width}
+    config = PRESETS["llama-3.1-8b"].config
+    config = dataclasses.replace(config, param_dtype="bfloat16", **sizes)
     strategy = tpudist.TPUStrategy(devices=tpudist.planner.devices("v5e:1x1"))
     model = strategy.create_abstract(lambda: make(config))
-    cache = strategy.create_abstract(lambda: KVCache(config, 16, 2048))
+    cache = strategy.create_abstract(lambda: KVCache(config, 16, 2048, dtype=dtype))
     tokens = jax.ShapeDtypeStruct((16,), jnp.int32)
     plan = strategy.plan(decode_step, (model, cache, tokens), topology="v5e:1x1")
     arrays = jax.tree.leaves(nnx.state((model, cache)))

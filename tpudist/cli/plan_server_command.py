@@ -66,6 +66,10 @@ class Options:
     """Prompts of all chips together that are read at a time (default: the fewest)."""
     weights: Literal["float32", "bfloat16", "int8"] = "bfloat16"
     """Numbers in which the weights are stored."""
+    kv_cache: Literal["float32", "bfloat16", "int8"] | None = None
+    """Numbers in which keys and values are stored (default: those that are multiplied)."""
+    slots: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Tokens of a sequence that the cache has space for (default: of a prompt and its answer)."""
     replica_axes: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="[AXIS=SIZE ...]", help_behavior_hint="")
     ] = ()
@@ -74,6 +78,8 @@ class Options:
     """Write the plan as JSON to this file, or only JSON to standard output with -."""
     calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
     """Doctor's report or trace with rates, or "published" (default: the rates that you kept)."""
+    complete: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Also generate machine code: more exact times, and its size, after minutes."""
     cache: bool = True
     """Whether to use the results of earlier plans of the same programs."""
     model: reference.ModelOptions = field(default_factory=reference.ModelOptions)
@@ -117,6 +123,7 @@ class _Server:
                     "output-length": options.output_length,
                     "sequences": 1 if options.sequences is None else options.sequences,
                     "prompts": 1 if options.prompts is None else options.prompts,
+                    "slots": 1 if options.slots is None else options.slots,
                 }
             )
         except ValueError as error:
@@ -184,15 +191,23 @@ class _Server:
         return self.num_groups * (each - each % _SUBLANES if each > _SUBLANES else each)
 
     def _make_cache(self, num_sequences: int) -> KVCache:
-        length = self._options.prompt_length + self._options.output_length
-        return self._strategy.create_abstract(lambda: KVCache(self.config, num_sequences, length))
+        options = self._options
+        slots = options.slots or options.prompt_length + options.output_length
+        return self._strategy.create_abstract(
+            lambda: KVCache(self.config, num_sequences, slots, dtype=options.kv_cache)
+        )
 
     def _sequence_bytes(self) -> int:
         """Returns the bytes of the cache of a sequence on a device."""
-        keys = self._make_cache(self.num_groups).keys.get_raw_value()
-        shape = keys.sharding.shard_shape(keys.shape)
-        padded = (*shape[:-1], -(-shape[-1] // _LANES) * _LANES)
-        return 2 * math.prod(padded) * keys.dtype.itemsize
+        cache = self._make_cache(self.num_groups)
+
+        def num_bytes(array: jax.Array) -> int:
+            shape = array.sharding.shard_shape(array.shape)
+            padded = (*shape[:-1], -(-shape[-1] // _LANES) * _LANES)
+            return math.prod(padded) * array.dtype.itemsize
+
+        stored = (cache.keys, cache.values, *(cache.scales or ()))
+        return sum(num_bytes(x.get_raw_value()) for x in stored)
 
     def _plan_step(
         self, step: Callable[..., Any], num_sequences: int, shape: tuple[int, ...]
@@ -206,6 +221,7 @@ class _Server:
             tokens_per_step=math.prod(shape),
             cache=self._options.cache,
             calibration=self._calibration,
+            complete=self._options.complete,
         )
 
 

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
-from tpudist.models.parts.kv_cache import BLOCK, EMPTY, Places, Stored
+from tpudist.models.parts.kv_cache import EMPTY, Places, Stored, block_size, split_width
 from tpudist.models.parts.logical import axes, split_over
 from tpudist.models.transformer import Transformer, unembed
 from tpudist.models.transformer_config import TransformerConfig
@@ -33,28 +34,46 @@ class KVCache(nnx.Module):
         config: Configuration of the transformer.
         num_sequences: Number of sequences.
         num_slots: Tokens of a sequence, of the longest prompt and of its continuation.
+        dtype: Numbers of keys and values; None for those of `config`. With `int8`, each key and
+            value of a head has a bfloat16 scale.
     """
 
-    def __init__(self, config: TransformerConfig, num_sequences: int, num_slots: int):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        num_sequences: int,
+        num_slots: int,
+        *,
+        dtype: DTypeLike | None = None,
+    ):
         if num_sequences < 1 or num_slots < 1:
             raise ValueError(
                 f"KVCache(num_sequences={num_sequences}, num_slots={num_slots}) has no space for a "
                 "token. Pass at least 1 of each."
             )
 
-        def zeros(*dims: tuple[str | None, int]) -> nnx.Cache:
+        dtype = jnp.dtype(config.dtype if dtype is None else dtype)
+
+        def zeros(dtype: DTypeLike, *dims: tuple[str | None, int]) -> nnx.Cache:
             # A dim that the axes do not divide is not split.
             names = [name if name and split_over(name, size) else None for name, size in dims]
             shape = tuple(size for _, size in dims)
-            return nnx.Cache(jnp.zeros(shape, config.dtype), **axes(*names))
+            return nnx.Cache(jnp.zeros(shape, dtype), **axes(*names))
 
-        layers, width = (None, config.num_layers), (None, config.head_dim)
-        num_slots = -(-num_slots // BLOCK) * BLOCK
+        parts = split_width(dtype, config.head_dim)
+        layers, width = (None, config.num_layers), (None, config.head_dim // parts)
+        block = block_size(dtype)
+        num_slots = -(-num_slots // block) * block
         batch, slots = ("batch", num_sequences), (None, num_slots)
         heads = ("kv_heads", config.kv_heads)
         # Slots and widths are last: TPUs pad the last two dims to tiles.
-        self.keys = zeros(layers, batch, heads, slots, width)
-        self.values = zeros(layers, batch, heads, slots, width)
+        rows = ("kv_heads", config.kv_heads * parts)
+        self.keys = zeros(dtype, layers, batch, rows, slots, width)
+        self.values = zeros(dtype, layers, batch, rows, slots, width)
+        self.scales = None
+        if dtype == jnp.int8:
+            of_each = (jnp.bfloat16, layers, batch, heads, slots)
+            self.scales = nnx.data((zeros(*of_each), zeros(*of_each)))
         self.positions = nnx.Cache(jnp.full((num_sequences, num_slots), EMPTY, jnp.int32))
         self.num_written = nnx.Cache(jnp.zeros((), jnp.int32))
 
@@ -126,7 +145,9 @@ def _extend(
 ) -> jax.Array:
     """Returns the hidden values `[batch, length, embed]` of new tokens, and stores the tokens."""
     config, stored_sizes = model.config, cache.keys.shape
-    sizes = (config.num_layers, tokens.shape[0], config.kv_heads, config.head_dim)
+    parts = split_width(cache.keys[...].dtype, config.head_dim)
+    layers, batch = config.num_layers, tokens.shape[0]
+    sizes = (layers, batch, config.kv_heads * parts, config.head_dim // parts)
     if (*stored_sizes[:3], stored_sizes[4]) != sizes:
         raise ValueError(
             f"The cache {stored_sizes} of layers, sequences, heads, slots and widths of heads "
@@ -135,8 +156,11 @@ def _extend(
         )
     in_slots = jax.lax.dynamic_update_slice(cache.positions[...], positions, (0, slot))
     places = Places(slot, positions, in_slots)
-    stored = Stored(cache.keys[...], cache.values[...])
-    hidden, (cache.keys[...], cache.values[...]) = model.extend(tokens, stored, places)
+    scales = cache.scales or ()
+    stored = Stored(cache.keys[...], cache.values[...], *(x[...] for x in scales))
+    hidden, stored = model.extend(tokens, stored, places)
+    for variable, array in zip((cache.keys, cache.values, *scales), stored, strict=False):
+        variable[...] = array
     cache.positions[...] = in_slots
     cache.num_written[...] = slot + tokens.shape[1]
     return hidden
