@@ -1,5 +1,6 @@
 """The work of a Pallas kernel before it is compiled, as `kernel_bodies` reads it afterward."""
 
+import functools
 import math
 
 from tpudist.programs import elementwise, equation_layouts, jaxprs
@@ -7,6 +8,7 @@ from tpudist.programs.jaxpr_structure import Cond, Kernel, Scan
 from tpudist.xla.hlo.kernel_bodies import Block, KernelBody
 
 
+@functools.lru_cache(maxsize=256)
 def body_of(kernel: Kernel) -> KernelBody:
     """Returns the grid and the elementwise operations of a kernel, each of whose steps copies."""
     steps = float(math.prod(kernel.grid or ()))

@@ -117,13 +117,13 @@ def local_shape(shape: Sequence[int], axes: Axes, sizes: Sizes) -> tuple[int, ..
     A dim may have one element per device of the trace, and so fewer elements than devices. If it is
     the groups of experts, the next dims have fewer elements instead: groups share the tokens.
     """
-    found = []
-    rest = 1
+    found, rest = [], 1
     for size, names in zip(shape, axes, strict=True):
-        parts = rest * num_parts(names, sizes)
-        own = math.gcd(parts, size) if rest > 1 or parts > size else parts
-        found.append(-(-size // own))
-        rest = parts // own if rest > 1 or EXPERT_AXIS in names else 1
+        parts = rest * num_parts(names, sizes) if names else rest
+        if rest > 1 or (EXPERT_AXIS in names and parts > size):
+            own = math.gcd(parts, size)
+            parts, rest = own, parts // own
+        found.append(size if parts == 1 else -(-size // parts))
     return tuple(found)
 
 
