@@ -13,7 +13,7 @@ from tpudist import planner
 from tpudist.planner.roofline import operation_blocks
 from tpudist.planner.roofline.network import Network
 from tpudist.planner.roofline.operation_blocks import StepProgram
-from tpudist.planner.roofline.sharded_value import Value, local_shape, reshape_axes, resize
+from tpudist.planner.roofline.sharded_value import Value, reshape_axes, resize
 from tpudist.planner.roofline.step_estimate import estimate
 from tpudist.xla.estimate.instruction_time import COPYING_STEP_S
 from tpudist.xla.hardware.chips import CHIPS
@@ -138,9 +138,20 @@ def test_the_gradient_of_a_table_moves_its_rows_or_itself(num_ids, kind):
     assert found.waits_s == pytest.approx(moved_s)
 
 
-@pytest.mark.parametrize(("axis", "rest"), [("expert", 640), ("fsdp", 2560)])
-def test_groups_of_experts_share_the_tokens(axis, rest):
-    assert local_shape((4, 2, 2560), ((), (axis,), ()), {axis: 8}) == (4, 1, rest)
+def test_a_manual_gather_has_the_sizes_of_the_devices():
+    """A trace for all layouts has two devices along each axis."""
+    devices = network(fsdp=8)
+    mesh = jax.sharding.AbstractMesh((2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("fsdp")
+
+    def gather(w):
+        return jax.lax.all_gather(w, "fsdp", tiled=True)
+
+    step = jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=spec)
+    traced = program(step, ((WIDTH, WIDTH), (("fsdp",), ())))
+    found = estimate(dataclasses.replace(traced, traced={"fsdp": 2}), devices)
+    gathered = devices.seconds("all-gather", 2.0 * WIDTH * WIDTH, frozenset(["fsdp"]))
+    assert found.waits_s == pytest.approx(gathered)
 
 
 def test_operands_that_are_all_repeated_split_their_result():

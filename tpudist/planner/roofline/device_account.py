@@ -36,9 +36,9 @@ class Cost:
         return self.compute_s + self.exposed_s
 
     def add(self, inner: "Cost", times: float, share: float = 1.0) -> None:
-        """Adds a block that runs `times` times, on a share of its traced arrays."""
+        """Adds a block that runs `times` times, and computes on a share of its traced arrays."""
         self.compute_s += times * share * inner.compute_s
-        self.exposed_s += times * share * inner.exposed_s
+        self.exposed_s += times * inner.exposed_s
         self.slack_s = 0.0
         self.flops += times * share * inner.flops
         self.hbm_bytes += times * share * inner.hbm_bytes

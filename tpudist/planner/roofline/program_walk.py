@@ -26,11 +26,13 @@ The rules, fixed before any comparison with compiled programs:
    body of a loop adds its own peak.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tpudist.array_types import Shape
 from tpudist.planner.roofline import hints
 from tpudist.planner.roofline.operation_blocks import Array, Operation
 from tpudist.planner.roofline.product_rules import ProductRules
@@ -68,8 +70,13 @@ class Walk(ProductRules):
             return self.elementwise(operation)
         return self._unknown(operation)
 
+    scales: dict[Shape, float] | None = None
+    """In a `shard_map`: elements of arrays on a device over those in the trace, by their shape."""
+
     def _inner(self, operation: Operation, which: int, depth: int) -> "Walk":
-        return Walk(operation.bodies[which], self.network, self.traced, self.lazy, depth)
+        body = Walk(operation.bodies[which], self.network, self.traced, self.lazy, depth)
+        body.scales = self.scales
+        return body
 
     def _scan(self, operation: Operation, loop: Scan) -> list[Value]:
         values = [self._in_memory(i) for i in operation.inputs]
@@ -152,7 +159,7 @@ class Walk(ProductRules):
 
     def _shard_map(self, operation: Operation) -> list[Value]:
         params, body_block = operation.eqn.params, operation.bodies[0]
-        inputs = []
+        inputs, sizes = [], []
         for value, number, spec, inner in zip(
             self.operands(operation),
             operation.inputs,
@@ -162,6 +169,7 @@ class Walk(ProductRules):
         ):
             moved = self.reshard(value, self._axes_of_spec(spec, self.block.arrays[number]))
             part = body_block.arrays[inner]
+            sizes.append(math.prod(moved.shape))
             inputs.append(
                 Value(part.shape, unsplit(len(part.shape)), part.item_bytes, reads=moved.reads)
             )
@@ -174,9 +182,13 @@ class Walk(ProductRules):
             results.append(self.local(array, self._axes_of_spec(spec, array)))
         self.leave_chip()
         self.wait()
-        # The body has the shapes of a device of the trace; its work follows its results.
+        # The body has the shapes of a device of the trace; its work follows its results, and its
+        # communication the shapes of the operands.
         share = sum(x.num_bytes for x in results) / traced if traced else 1.0
         body = self._inner(operation, 0, self.depth + 1)
+        body.scales = collections.defaultdict(lambda: share)
+        for value, size in zip(inputs, sizes, strict=True):
+            body.scales.setdefault(value.shape, size / max(1, math.prod(value.shape)))
         body.run(inputs, [None] * len(operation.outputs))
         self.mark_peak(share * body.cost.peak_bytes)
         self.cost.add(body.cost, 1, share)
@@ -191,17 +203,25 @@ class Walk(ProductRules):
         axes = params.get("axes", params.get("axis_name", ()))
         names = frozenset([axes] if isinstance(axes, str) else [str(x) for x in axes])
         kind = _COLLECTIVES.get(operation.name, "all-reduce")
+        devices = math.prod(self.sizes.get(name, 1) for name in names)
+        traced = math.prod(self.traced.get(name, 1) for name in names)
         results = []
         for value, array in zip(self.operands(operation), self.arrays(operation), strict=True):
             result = self.local(array, unsplit(len(array.shape)))
-            if len(result.shape) == len(value.shape) and kind == "all-reduce":
+            num_bytes = value.num_bytes * (self.scales[value.shape] if self.scales else 1.0)
+            if kind in ("all-gather", "reduce-scatter") and self.scales:
+                grows = devices / traced if kind == "all-gather" else traced / devices
+                self.scales[array.shape] = grows * self.scales[value.shape]
+            if kind == "all-gather":
+                num_bytes *= devices
+            elif kind == "all-reduce":
                 result = dataclasses.replace(value, origin=None)
-            if kind == "collective-permute" and self.sizes.get(min(names), 1) > 1:
-                seconds = self.network.seconds(kind, value.num_bytes, names)
+            if kind == "collective-permute" and devices > 1:
+                seconds = self.network.seconds(kind, num_bytes, names)
                 results.append(self.send(value, result, seconds))
                 continue
             self.wait(value.reads)
-            self.communicate(kind, max(value.num_bytes, result.num_bytes), names)
+            self.communicate(kind, num_bytes, names)
             results.append(self.new_value(result))
         return results
 

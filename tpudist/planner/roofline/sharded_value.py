@@ -11,7 +11,6 @@ Sizes = Mapping[str, int]
 """Sizes of the mesh axes."""
 
 
-EXPERT_AXIS = "expert"
 CLOCK = itertools.count(1)
 """Ticks once for each buffer and each loop of a walk."""
 
@@ -112,19 +111,11 @@ def fit(shape: Sequence[int], axes: Axes, sizes: Sizes, traced: Sizes) -> Axes:
 
 
 def local_shape(shape: Sequence[int], axes: Axes, sizes: Sizes) -> tuple[int, ...]:
-    """Returns the shape on one device.
-
-    A dim may have one element per device of the trace, and so fewer elements than devices. If it is
-    the groups of experts, the next dims have fewer elements instead: groups share the tokens.
-    """
-    found, rest = [], 1
-    for size, names in zip(shape, axes, strict=True):
-        parts = rest * num_parts(names, sizes) if names else rest
-        if rest > 1 or (EXPERT_AXIS in names and parts > size):
-            own = math.gcd(parts, size)
-            parts, rest = own, parts // own
-        found.append(size if parts == 1 else -(-size // parts))
-    return tuple(found)
+    """Returns the shape on one device."""
+    return tuple(
+        -(-n // num_parts(names, sizes)) if names else n
+        for n, names in zip(shape, axes, strict=True)
+    )
 
 
 def resize(shape: Sequence[int], axes: Axes, sizes: Sizes, traced: Sizes) -> tuple[int, ...]:

@@ -31,8 +31,9 @@ _log = logging.getLogger("tpudist")
 # The axis inside a replica that stands for the replicas in a trace: it splits the batch, and
 # nothing else.
 _STAND_IN = "data"
-# Axes whose size decides which operations a program has, such as the rounds of a ring.
-_FIXED_AXES = ("sequence", "stage")
+# Axes whose size decides which operations a program has, such as the rounds of a ring, or the
+# places for the tokens of a group of experts.
+_FIXED_AXES = ("sequence", "stage", "expert")
 
 
 @dataclasses.dataclass(frozen=True)
