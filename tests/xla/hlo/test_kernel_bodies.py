@@ -179,7 +179,10 @@ def test_splash_attention_takes_about_the_time_of_its_machine_program(
     assert not price.waits_for_blocks
 
 
-def test_blocks_whose_place_is_prefetched_are_copied_at_each_step():
+@pytest.mark.parametrize(("rows", "num_reads"), [(2048, 128), (512, 128), (32, 8)])
+def test_blocks_of_prefetched_places_are_copied_once_per_step_or_pass(rows, num_reads):
+    """Grouped products read the weights of an expert once for all of its rows."""
+
     def kernel(places, x, y):
         y[...] = jnp.tanh(x[...])
 
@@ -193,10 +196,14 @@ def test_blocks_whose_place_is_prefetched_are_copied_at_each_step():
         out = jax.ShapeDtypeStruct((16, 512), jnp.float32)
         return pl.pallas_call(kernel, out_shape=out, grid_spec=spec)(places, x)
 
-    shapes = jax.ShapeDtypeStruct((64,), jnp.int32), jax.ShapeDtypeStruct((512, 512), jnp.float32)
-    found = kernel_bodies.read(f'"body":"{_body(copy, *shapes)}"')
+    shapes = jax.ShapeDtypeStruct((64,), jnp.int32), jax.ShapeDtypeStruct((rows, 512), jnp.float32)
+    body = _body(copy, *shapes)
+    found = kernel_bodies.read(f'"body":"{body}"')
     assert (found.num_steps, found.num_prefetched, found.vector_ops) == (128, 1, 8 * 512)
     assert [block.num_copies for block in found.blocks] == [128, 2]
+    tables = [f"f32[{n},512]{{1,0:T(8,128)}}" for n in (rows, 16)]
+    module, copied = _compiled(body, "s32[64]{0:T(128)}", tables[0], result=tables[1])
+    assert hbm_traffic.num_bytes(module, copied) == (num_reads + 2) * 8 * 512 * 4
 
 
 def test_a_kernel_of_another_version_is_guessed_by_its_bytes():

@@ -96,7 +96,10 @@ def block_bytes(module: Module, instruction: Instruction) -> float | None:
     for block, array in zip(found.blocks, arrays, strict=True):
         if array.memory_space == shapes.HBM:
             once = array.padded_bytes if block.copied_bytes is None else block.copied_bytes
-            total += block.num_bytes * block.num_copies if block.in_vmem else once
+            copied = block.num_bytes * block.num_copies
+            if block.num_passes is not None:  # equal places follow each other in sorted groups
+                copied = min(copied, block.num_passes * array.padded_bytes)
+            total += copied if block.in_vmem else once
     return total
 
 

@@ -65,12 +65,15 @@ class Block:
         num_copies: Times that a run of the kernel copies it: once for each change of its place.
         in_vmem: Whether it is copied to VMEM; else the kernel copies its parts itself.
         copied_bytes: Bytes that the kernel copies itself from or to it; None if unknown.
+        num_passes: Times that a run may copy each block, if its place is read from memory, such as
+            the expert of some rows; None if it is computed.
     """
 
     num_bytes: float
     num_copies: float
     in_vmem: bool
     copied_bytes: float | None = None
+    num_passes: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,18 +195,26 @@ def _read_block(
     transform = None
     if "transform_indices" in window:
         transform = functions.get(str(window["transform_indices"]).removeprefix("@"))
-    num_copies = 1.0
+    num_copies, num_passes = 1.0, None
     if transform is not None:
         # The grid runs in order, its last axis fastest. A block stays until its place changes.
         axes = [axis for axis in _arguments_of(transform) if axis < len(grid)]
-        num_copies = float(math.prod(grid[: max(axes, default=-1) + 1]))
+        fastest = max(axes, default=-1)
+        num_copies = float(math.prod(grid[: fastest + 1]))
+        if axes and fastest not in _arguments_of(transform, through_memory=False):
+            others = [size for axis, size in enumerate(grid[:fastest]) if axis not in axes]
+            num_passes = float(math.prod(others))
     dims = [size for size in shaped.shape if size > 0]
     num_bytes = math.prod(dims) * _bits_of_name(str(shaped.element_type)) / 8
-    return Block(num_bytes, num_copies, _VMEM in str(memory))
+    return Block(num_bytes, num_copies, _VMEM in str(memory), num_passes=num_passes)
 
 
-def _arguments_of(function: ir.Operation) -> set[int]:
-    """Returns the numbers of the arguments on which the results of a function depend."""
+def _arguments_of(function: ir.Operation, *, through_memory: bool = True) -> set[int]:
+    """Returns the numbers of the arguments on which the results of a function depend.
+
+    Args:
+        through_memory: Whether a number that is read from memory depends on its place there.
+    """
     block = function.regions[0].blocks[0]
     *_, result = block.operations
     used, seen, waiting = set(), set(), list(result.operands)
@@ -215,7 +226,8 @@ def _arguments_of(function: ir.Operation) -> set[int]:
         if isinstance(value, ir.BlockArgument):
             used.add(value.arg_number)
         elif isinstance(value.owner, ir.Operation | ir.OpView):
-            waiting += list(value.owner.operands)
+            if through_memory or not value.owner.name.endswith("load"):
+                waiting += list(value.owner.operands)
     return used
 
 
