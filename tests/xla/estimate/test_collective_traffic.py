@@ -279,7 +279,8 @@ def test_computation_between_start_and_done_hides_a_collective():
     assert shift.seconds > 0
 
 
-def test_transfers_on_sparse_cores_overlap_with_computation():
+@pytest.mark.parametrize("waits", [False, True])
+def test_transfers_on_sparse_cores_overlap_with_computation(waits):
     text = """HloModule m, num_partitions=8
 
 %called (q: f32[128]) -> f32[256] {
@@ -292,13 +293,21 @@ ENTRY %main (p: f32[128]) -> f32[256] {
   %n = f32[128]{0} negate(%p), metadata={op_name="made" source_file="train.py" source_line=4}
   %s = ((f32[128]{0}), f32[256]{0}) call-start(%n), async_execution_thread="sparsecore", \
 to_apply=%called
-  %busy = f32[128]{0} reverse(%p), dimensions={0}, backend_config={"estimated_cycles":"99000"}
-  ROOT %d = f32[256]{0} call-done(%s)
+  %u = ((f32[128]{0}), f32[256]{0}) call-update(%s), async_execution_thread="sparsecore", \
+to_apply=%called
+BUSY
+  %d = f32[256]{0} call-done(%u)
+BUSY
+  ROOT %r = f32[256]{0} add(%d, %d)
 }
 """
+    busy = "  %busy = f32[128]{0} reverse(%p), dimensions={0}"
+    busy += ', backend_config={"estimated_cycles":"99000"}'
+    parts = text.split("BUSY")
+    text = parts[0] + (parts[1] + busy if waits else busy + parts[1]) + parts[2]
     (use,) = _uses(text, _grid(4, 2), replica=4, tensor=2)
     assert (use.kind, use.num_bytes, use.axes, use.is_async) == ("all-gather", 1024, ("tensor",), 1)
-    assert use.exposed_s == 0
+    assert (use.exposed_s > 0) == waits
     assert (use.op_name, use.source) == ("made", "train.py:4")  # the program has no better source
 
 

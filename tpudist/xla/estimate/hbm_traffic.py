@@ -18,8 +18,8 @@ from tpudist.xla.hlo.instructions import Computation, Instruction
 # Opcodes that move nothing: they name values, or their computations and transfers count elsewhere.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast while conditional call after-all"
-    " opt-barrier partition-id replica-id async-start async-update async-done add-dependency"
-    " recv rng-get-and-update-state".split()
+    " opt-barrier partition-id replica-id async-start async-update async-done call-update"
+    " add-dependency recv rng-get-and-update-state".split()
 ).union(collective_ops.KINDS)
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")

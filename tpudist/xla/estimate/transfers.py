@@ -111,7 +111,7 @@ class TransferFinder:
         if opcode in ("send", "recv-done"):
             return self._role_between_slices(instruction)
         if opcode.endswith("-done") and instruction.operands:
-            return Role("done", instruction.operands[0])
+            return Role("done", self._start_of(instruction))
         if opcode.removesuffix("-start") in _COPIES:
             return self._role_of_copy(instruction)
         collective = self._collective(instruction)
@@ -119,6 +119,15 @@ class TransferFinder:
             return None
         phase = "start" if opcode.endswith("-start") else "whole"
         return Role(phase, instruction.name, self._transfer_of(collective))
+
+    def _start_of(self, done: Instruction) -> str:
+        """Returns the name of the start that a done waits for; updates may be between them."""
+        name = done.operands[0]
+        operands = self._module.operands_of(done)[:1]
+        while operands and operands[0].opcode in ("async-update", "call-update"):
+            name = operands[0].operands[0]
+            operands = self._module.operands_of(operands[0])[:1]
+        return name
 
     def _collective(self, instruction: Instruction) -> collective_ops.Collective | None:
         if instruction.opcode.removesuffix("-start") not in collective_ops.KINDS:
