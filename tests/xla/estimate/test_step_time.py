@@ -460,3 +460,23 @@ def test_a_copy_without_cycles_takes_its_bytes_and_the_latency_of_the_memory():
     estimate = _estimate(module, _one("v6e"), chips.CHIPS["v6e"])
     assert estimate.step_s == pytest.approx(49.4e-6, rel=0.03)
     assert [cause.name for cause in estimate.causes] == ["memory bandwidth"]
+
+
+def test_a_comparison_of_all_pairs_takes_the_operations_of_the_vector_units():
+    """Its bytes are few. Each pair takes a comparison, and a step of the reduction."""
+    inside = """%inside (p: f32[65536]) -> pred[65536] {
+  %p = f32[65536]{0:T(1024)} parameter(0)
+  %x = f32[65536,1024]{1,0:T(8,128)} broadcast(%p), dimensions={0}
+  %e = pred[65536,1024]{1,0:T(8,128)(4,1)} compare(%x, %x), direction=EQ
+  %no = pred[] constant(false)
+  ROOT %r = pred[65536]{0:T(1024)} reduce(%e, %no), dimensions={1}, to_apply=%or
+}
+"""
+    lines = (
+        "%a = f32[65536]{0:T(1024)} parameter(0)",
+        f"%b = pred[65536]{{0:T(1024)}} fusion(%a), {FUSED}",
+    )
+    module = hlo_programs.program(*lines, computations=inside)
+    chip = chips.CHIPS["v5e"]
+    estimate = _estimate(dataclasses.replace(module, has_cycles=False), _one("v5e"), chip)
+    assert estimate.step_s == pytest.approx(2 * 65536 * 1024 / (4 * 1024 * chip.cycles_per_s))

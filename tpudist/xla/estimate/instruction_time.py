@@ -18,7 +18,7 @@ programs:
    and a matrix in VMEM, XLA has 28 cycles per register, and the operations take 2.
 2. No instruction is faster than a measurement: it takes at least its FLOPs at the best published
    share of the chip's peak, and at least its bytes to and from HBM at the measured share of the
-   bandwidth.
+   bandwidth. Without cycles, it also takes at least its operations on the vector units (rule 3).
 3. A custom kernel, for which XLA has no cycles, takes the time of its units and of its grid:
    - The matrix unit takes its FLOPs at that share of the peak. The share is smaller if its matrices
      are narrower than the unit: a head of 128 fills half of a unit that is 256 wide (v6e and tpu7x:
@@ -196,6 +196,9 @@ class Rates:
         guessed_s = guess.cycles / self.chip.cycles_per_s if guess else 0.0
         if guess is None and not module.has_cycles:
             bytes_s += _overhead_s(module, instruction, bytes_s)
+            # The vector units may need longer, as for a comparison of all pairs.
+            num_ops = vector_work.count(module, instruction) or 0
+            bytes_s = max(bytes_s, num_ops / self._vector_ops_per_s)
         # If the bytes take longer, they decide the time, and nothing is guessed.
         is_guessed = guess is not None and (not guess.cycles or guessed_s > bytes_s)
         what = guess.what if guess and is_guessed else ""
