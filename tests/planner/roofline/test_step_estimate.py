@@ -138,6 +138,20 @@ def test_the_gradient_of_a_table_moves_its_rows_or_itself(num_ids, kind):
     assert found.waits_s == pytest.approx(moved_s)
 
 
+@pytest.mark.parametrize(("num_ids", "is_summed"), [(1024, True), (2**21, False)])
+def test_the_larger_operand_of_a_lookup_decides_its_sharding(num_ids, is_summed):
+    """A table that is split along its width splits its rows so, if no constraint gathers it."""
+
+    def step(table, ids, weights):
+        return table[ids[:, 0].astype(jnp.int32)] @ weights
+
+    ids = (num_ids, 1), (("fsdp",), ())
+    inputs = ((2**15, 128), ((), ("fsdp",))), ids, ((128, 128), (("fsdp",), ()))
+    devices = network(fsdp=8)
+    summed = devices.seconds("all-reduce", 2.0 * num_ids * 128, frozenset(["fsdp"]))
+    assert (estimate(program(step, *inputs), devices).waits_s >= summed) == is_summed
+
+
 def test_a_manual_gather_has_the_sizes_of_the_devices():
     """A trace for all layouts has two devices along each axis."""
     devices = network(fsdp=8)

@@ -271,14 +271,20 @@ class ElementRules(WalkState):
         numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
         axes = list(unsplit(len(array.shape)))
         batch = [i for i in range(len(array.shape)) if i not in numbers.offset_dims]
-        for dim, names in zip(batch, indices.axes, strict=False):
-            axes[dim] = names
-        taken = names_in(tuple(axes))
         dims = [i for i in range(len(table.shape)) if i not in numbers.collapsed_slice_dims]
         whole = self.block.arrays[operation.inputs[0]].shape
-        for out, dim in zip(numbers.offset_dims, dims, strict=False):
-            if sizes[dim] == whole[dim] and not taken & set(table.axes[dim]):
-                axes[out] = table.axes[dim]
+        splits = [
+            (out, table.axes[dim])
+            for out, dim in zip(numbers.offset_dims, dims, strict=False)
+            if sizes[dim] == whole[dim]
+        ]
+        # The larger operand decides.
+        place = len(splits) if table.num_bytes > indices.num_bytes else 0
+        splits[place:place] = zip(batch, indices.axes, strict=False)
+        taken: set[str] = set()
+        for out, names in splits:
+            axes[out] = tuple(name for name in names if name not in taken)
+            taken |= {*names}
         # Devices with a part of the rows add up what they find.
         rows = {n for d in numbers.collapsed_slice_dims for n in table.axes[d]} - taken
         keep = names_in(tuple(axes)) | rows
