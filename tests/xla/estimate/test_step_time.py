@@ -480,3 +480,18 @@ def test_a_comparison_of_all_pairs_takes_the_operations_of_the_vector_units():
     chip = chips.CHIPS["v5e"]
     estimate = _estimate(dataclasses.replace(module, has_cycles=False), _one("v5e"), chip)
     assert estimate.step_s == pytest.approx(2 * 65536 * 1024 / (4 * 1024 * chip.cycles_per_s))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "passes"),
+    [("f32", "default", 1), ("f32", "high", 3), ("f32", "highest", 6), ("bf16", "highest", 1)],
+)
+def test_a_precise_product_of_float32_takes_several_passes(dtype, precision, passes):
+    array = f"{dtype}[4096,4096]{{1,0:T(8,128)S(1)}}"
+    asked = f"dim_labels=bf_io->bf, operand_precision={{{precision},{precision}}}"
+    lines = f"%a = {array} parameter(0)", f"%b = {array} convolution(%a, %a), {asked}"
+    module = hlo_programs.program(*lines)
+    rates = instruction_time.Rates.of(chips.CHIPS["v5e"])
+    price = rates.price(module, hlo_programs.last(module))
+    assert price.seconds == pytest.approx(passes * 2 * 4096**3 / rates.flops_per_s())
+    assert price.flops == 2 * 4096**3

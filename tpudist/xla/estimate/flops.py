@@ -21,6 +21,9 @@ from tpudist.xla.hlo.instructions import Instruction
 
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
+_PRECISION = re.compile(r"\boperand_precision=\{(\w+),(\w+)\}")
+# Passes over bfloat16 for a product of float32 (docs.jax.dev: jax.lax.Precision).
+_PASSES = {"default": 1, "high": 3, "highest": 6}
 _CONTRACTING = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
 
 
@@ -52,6 +55,16 @@ def kinds_of_products(module: Module, instruction: Instruction) -> set[str]:
             operands = ((shapes.num_bits(x), x.startswith("f")) for x in dtypes)
             kinds.add(chips.kind_of_products(operands))
     return kinds
+
+
+def num_passes(module: Module, instruction: Instruction) -> int:
+    """Returns how often the matrix unit multiplies: more than once for precise float32 products."""
+    passes = 1
+    for part in module.parts_of(instruction):
+        precision = _PRECISION.search(part.attributes)
+        if precision and any(x.dtype == "f32" for y in module.operands_of(part) for x in y.arrays):
+            passes = max(passes, *(_PASSES.get(x, 1) for x in precision.groups()))
+    return passes
 
 
 def is_convolution(module: Module, instruction: Instruction) -> bool:

@@ -18,7 +18,8 @@ programs:
    and a matrix in VMEM, XLA has 28 cycles per register, and the operations take 2.
 2. No instruction is faster than a measurement: it takes at least its FLOPs at the best published
    share of the chip's peak, and at least its bytes to and from HBM at the measured share of the
-   bandwidth. Without cycles, it also takes at least its operations on the vector units (rule 3).
+   bandwidth. A product of float32 has 3 or 6 passes of FLOPs, if it asks for that precision.
+   Without cycles, an instruction also takes at least its operations on the vector units (rule 3).
 3. A custom kernel, for which XLA has no cycles, takes the time of its units and of its grid:
    - The matrix unit takes its FLOPs at that share of the peak. The share is smaller if its matrices
      are narrower than the unit: a head of 128 fills half of a unit that is 256 wide (v6e and tpu7x:
@@ -177,7 +178,8 @@ class Rates:
             at_rate_s = num_flops / self.flops_per_s(kinds)
             reads = hbm_s > at_rate_s and not flops.is_convolution(module, instruction)
             cycles_per_s = self.read_cycles_per_s if reads else self.matmul_cycles_per_s
-            seconds = max((cycles or 0) / cycles_per_s, at_rate_s, hbm_s)
+            passes_s = at_rate_s * flops.num_passes(module, instruction)
+            seconds = max((cycles or 0) / cycles_per_s, passes_s, hbm_s)
             if not module.has_cycles:
                 seconds += product_overhead_s(seconds, reads=reads)
             return Price(seconds, "matmul", num_flops, num_bytes, at_rate_s * self.matmul_share)
