@@ -78,7 +78,8 @@ def test_the_capacity_of_the_experts_is_a_multiple_of_all_choices(length, num_ex
     slots = experts.capacity(length, config)
     assert 1 <= slots <= length
     wanted = room * length * config.experts_per_token
-    assert slots == length or wanted <= num_experts * slots < wanted + num_experts + 1e-6
+    # The slots of an expert are rounded up from a number with 6 digits.
+    assert slots == length or -1e-5 <= num_experts * slots - wanted < num_experts + 1e-5
 
 
 MLP = jax.jit(experts.mlp, static_argnums=2)
