@@ -244,6 +244,21 @@ def test_the_mfu_of_narrow_numbers_is_a_share_of_their_own_peak():
 
 
 @pytest.mark.libtpu
+@pytest.mark.parametrize("groups", [1, 16])
+def test_only_a_convolution_in_groups_needs_the_cycles_of_a_complete_plan(groups):
+    def convolve(x, window):
+        return jax.lax.conv_general_dilated(
+            x, window, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=groups,
+        )  # fmt: skip
+
+    arrays = [jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((8, 64, 16), (3, 16 // groups, 16))]
+    plan = planner.plan(jax.jit(convolve), *arrays, topology="v5e-1")
+    assert plan.memory is not None
+    assert (plan.memory.program_bytes is not None) == (groups > 1)
+
+
+@pytest.mark.libtpu
 def test_a_moved_array_keeps_its_memory_and_the_types_of_its_axes():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     on_host = NamedSharding(mesh, P("data"), memory_kind="pinned_host")

@@ -136,8 +136,9 @@ class PlanMethods(StrategyBase):
                 executable. An abort of the TPU compiler would then end the process.
             complete: Whether the compiler also generates machine code, which takes most of its
                 time. Memory and collectives are the same without, except for the size of the code,
-                which is not known; times are less exact. If less than 5 % of the memory is free,
-                and on devices of this process, every plan is complete.
+                which is not known; times are less exact. A plan is always complete if less than
+                5 % of the memory is free, if it has convolutions in groups of features, and on
+                devices of this process.
             calibration: Report of `tpudist doctor --accelerator` on a TPU of this generation, or a
                 profiler trace: its path or content. Its rates replace the published ones.
             progress: Called with the current activity and its seconds. By default a terminal or a
