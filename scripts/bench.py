@@ -88,8 +88,8 @@ class Config:
     model; the compiled programs; the programs of partial batches; the programs that the TPU
     compiler creates for v5e:4x4 and v6e:2x4, and those of partial batches for v5e:2x4 (needs
     libtpu, takes minutes); loops that never wait;
-    checkpoints; the distributed iterator; the planner's estimates against published training runs
-    (an hour), its estimates without the compiler against its plans (half an hour), and its
+    checkpoints; the distributed iterator; the planner's estimates against published training runs,
+    its estimates without the compiler against its plans (half an hour), and its
     own time from 8 to 4096 chips; the steps of the programs in examples/; the
     cost of `deterministic=8`; steps in two processes, by hand, watched, and with a state that is
     kept for survivors; rows of an embedding table by id; steps of parameter servers, against
