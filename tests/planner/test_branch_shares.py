@@ -53,6 +53,29 @@ def test_numbers_of_layers_decide_the_branches():
     assert branch_shares.find(step).branches == {3: (0.5, 0.25, 0.25)}
 
 
+def _switch(x, number):
+    return jax.lax.switch(jnp.int32(number), [jnp.sin, jnp.cos, jnp.tan], x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "numbers", "shares"),
+    [
+        (lambda x, n: _switch(x, n % 3), np.arange(0), {}),
+        (lambda x, n: _switch(x, ~n + 2), np.arange(2), {3: (0.5, 0.5, 0.0)}),
+        # The inner choice is made in every second layer only, first in the second one.
+        (
+            lambda x, n: jax.lax.cond(n % 2 == 1, lambda v: _switch(v, n > 1), jnp.exp, x),
+            np.arange(4),
+            {2: (0.5, 0.5), 3: (0.5, 0.5, 0.0)},
+        ),
+        (lambda x, n: _switch(x, n % 3), np.arange(10**6), {}),  # too many to follow
+    ],
+)
+def test_layers_choose_as_their_numbers_say(layer, numbers, shares):
+    step = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, n: (layer(c, n), None), x, numbers)[0])
+    assert branch_shares.find(step(jnp.ones(3))).branches == shares
+
+
 def test_tables_of_attention_count_the_blocks_of_their_masks():
     def step(query, key, value):
         out = splash_attention.causal_attention(

@@ -43,6 +43,7 @@ INTERNAL = {
     "_CannotTrace": "the operation of the library stays",
     "_CodeBegins": "a compile without code ends before the machine code",
     "_Enough": "the call of `fit` ends, with its first batches",
+    "_TooManyEquations": "the slowest branch of each conditional counts",
     "_UnknownCopies": "operands of a kernel with unknown copies count once",
     "_UnknownLayout": "unknown values may differ between replicas",
 }

@@ -16,6 +16,7 @@ from tpudist.programs.jaxpr_structure import Call, Cond, Kernel, Scan
 from tpudist.xla.hlo.choices import Choices, Shares, TableKey
 
 _MAX_SIZE = 2**20  # of an array that is followed
+_MAX_EQUATIONS = 2**18  # that are followed, each as often as it runs: a second or two
 _Value = np.ndarray | None
 _OPERATIONS: Mapping[str, Any] = {
     "add": np.add,
@@ -31,7 +32,7 @@ _OPERATIONS: Mapping[str, Any] = {
     "lt": np.less,
     "mul": np.multiply,
     "ne": np.not_equal,
-    "not": np.logical_not,
+    "not": np.invert,
     "or": np.bitwise_or,
     "rem": np.fmod,
     "reshape": lambda x, *, new_sizes, **_: x.reshape(new_sizes),
@@ -42,9 +43,12 @@ _OPERATIONS: Mapping[str, Any] = {
 
 
 def find(closed: jaxprs.ClosedJaxpr) -> Choices:
-    """Returns the choices of a step that its jaxpr decides."""
+    """Returns the choices of a step that its jaxpr decides; none of a step with too many."""
     walk = _Walk()
-    walk.run(closed, ())
+    try:
+        walk.run(closed, ())
+    except _TooManyEquations:
+        return Choices()
     branches = {number: shares for number, shares in walk.shares.items() if shares is not None}
     blocks = {}
     for key, counts in walk.tables.items():
@@ -54,8 +58,13 @@ def find(closed: jaxprs.ClosedJaxpr) -> Choices:
     return Choices(branches, blocks)
 
 
+class _TooManyEquations(Exception):
+    """A loop chooses too often to follow it."""
+
+
 class _Walk:
     def __init__(self):
+        self._num_equations = 0
         self.shares: dict[int, Shares | None] = {}
         # Number of blocks that each run of a kernel visits, and the number of these runs.
         self.tables: dict[TableKey, list[tuple[float, float] | None]] = {}
@@ -67,9 +76,12 @@ class _Walk:
 
         Args:
             program: The program.
-            inputs: Its inputs; all are unknown if this is empty.
+            inputs: Values of its inputs; all are unknown if this is empty.
         """
         jaxpr, values = jaxprs.open_jaxpr(program), {}
+        self._num_equations += len(jaxpr.eqns)
+        if self._num_equations > _MAX_EQUATIONS:
+            raise _TooManyEquations
 
         def write(variables: Sequence[Any], results: Sequence[_Value]) -> None:
             known = zip(variables, results, strict=False)
@@ -107,6 +119,8 @@ class _Walk:
     def _scan(self, eqn: Any, scan: Scan, operands: list[_Value]) -> list[_Value]:
         xs = operands[scan.num_consts + scan.num_carry :]
         outer: list[_Value] = [*operands[: scan.num_consts], *[None] * scan.num_carry]
+        if not scan.length:
+            return []
         if all(x is None for x in xs) or not self._has_choices(scan.body):
             self._runs *= scan.length
             self.run(scan.body, outer)
@@ -122,10 +136,11 @@ class _Walk:
             ys.append(self.run(scan.body, [*outer, *one])[scan.num_carry :])
             each.append(self.shares)
         self.shares = around
-        for number in each[0]:
-            known = [x for shares in each if (x := shares[number]) is not None]
-            is_known = len(known) == len(each)
-            self._merge(number, tuple(np.mean(known, 0).tolist()) if is_known else None)
+        for number in sorted(set().union(*each)):
+            found = [shares[number] for shares in each if number in shares]
+            known = [x for x in found if x is not None]
+            mean = tuple(np.mean(known, 0).tolist()) if len(known) == len(found) else None
+            self._merge(number, mean)
         columns = [column[::order] for column in zip(*ys, strict=True)]
         stacked = [None if any(x is None for x in c) else np.stack(c) for c in columns]
         return [*[None] * scan.num_carry, *stacked]
@@ -163,9 +178,14 @@ def _evaluate(eqn: Any, operands: list[_Value]) -> list[_Value]:
     if operation is None or any(x is None for x in operands):
         return []
     try:
-        return [_to_array(operation(*operands, **eqn.params))]
+        result = np.asarray(operation(*operands, **eqn.params))
     except (TypeError, ValueError):  # parameters of another JAX
         return []
+    (out,) = eqn.outvars
+    dtype, kind = jaxprs.dtype_of(out), result.dtype.kind
+    if result.shape != jaxprs.shape_of(out) or np.dtype(dtype).kind != kind:
+        return []
+    return [_to_array(result.astype(dtype))]
 
 
 def _to_array(value: Any) -> _Value:
@@ -174,5 +194,5 @@ def _to_array(value: Any) -> _Value:
     if isinstance(value, bool | int):
         return np.asarray(value)
     is_integer = isinstance(dtype, np.dtype) and dtype.kind in "biu"
-    is_here = not isinstance(value, Tracer)
+    is_here = not isinstance(value, Tracer) and getattr(value, "is_fully_addressable", True)
     return np.asarray(value) if is_integer and is_here and size <= _MAX_SIZE else None
