@@ -70,6 +70,7 @@ def test_the_speed_of_a_server_contains_its_prefill_steps():
     [
         (["--sequences", "0"], "sequences"),
         (["--slots", "0"], "slots"),
+        (["--slots", "8"], "--slots 8 has no space for a prompt of"),
         (["--replica-axes", "tensor=3"], "3 devices, but the slice has 4"),
         (["--replica-axes", "data=2", "--sequences", "3"], "3 is not a multiple of 4"),
         (["--replica-axes", "tensr=2"], "Did you mean tensor"),

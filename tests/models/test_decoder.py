@@ -174,6 +174,8 @@ def test_wrong_sizes_of_a_cache_and_of_generate_raise_errors():
         prefill(model, cache, TOKENS)
     with pytest.raises(ValueError, match="num_slots=0.* has no space for a token"):
         KVCache(SMALL, 2, 0)
+    with pytest.raises(ValueError, match="int16.* integers without a scale"):
+        KVCache(SMALL, 2, 8, dtype=jnp.int16)
     with pytest.raises(ValueError, match="temperature above 0 needs key="):
         generate(model, TOKENS, 2, temperature=1.0)
     for change in ({"num_layers": 1}, {"num_kv_heads": 4}, {"head_width": 8}):

@@ -186,7 +186,7 @@ def with_own_mesh():
         (
             lambda: planner.plan(jnp.add, X, y=X),
             TypeError,
-            r"no option 'y'. Pass .* as kwargs={'y': ...}",
+            r"no option 'y'. .* argument of the step, pass kwargs={'y': ...}",
         ),
         (
             lambda: planner.plan(pad, (X, 3)),

@@ -67,7 +67,7 @@ class Options:
     weights: Literal["float32", "bfloat16", "int8"] = "bfloat16"
     """Numbers in which the weights are stored."""
     kv_cache: Literal["float32", "bfloat16", "int8"] | None = None
-    """Numbers in which keys and values are stored (default: those that are multiplied)."""
+    """Numbers in which keys and values are stored (default: the numbers of the products)."""
     slots: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """Tokens of a sequence that the cache has space for (default: of a prompt and its answer)."""
     replica_axes: Annotated[
@@ -103,6 +103,18 @@ def run(options: Options) -> int:
     return EXIT_FITS if plan.fits else EXIT_DOES_NOT_FIT
 
 
+def _check_slots(options: Options, config: TransformerConfig) -> None:
+    answer = options.output_length
+    if config.attention_window is not None and all(config.layers_with_window or (True,)):
+        answer = 0  # no layer reads what is older than its window, so new tokens may replace it
+    needed = options.prompt_length + answer
+    if options.slots is not None and options.slots < needed:
+        raise WrongUse(
+            f"--slots {options.slots} has no space for a prompt of {options.prompt_length} tokens "
+            f"and its answer of {options.output_length}. Pass at least {needed}."
+        )
+
+
 class _Server:
     """The steps of a server on a slice.
 
@@ -133,6 +145,7 @@ class _Server:
         weights = "bfloat16" if options.weights == "int8" else options.weights
         dtype = options.model.dtype or weights  # a config.json may have another, or none
         self.config = dataclasses.replace(config, param_dtype=weights, dtype=dtype)
+        _check_slots(options, self.config)
         self.axes = _complete_axes(axes, slice_.num_devices, self.config.kv_heads)
         _warn_of_dropped_tokens(self.config, self.axes.get("expert", 1))
         self.num_groups = math.prod(self.axes.get(axis, 1) for axis in BATCH_AXES)

@@ -36,6 +36,9 @@ class KVCache(nnx.Module):
         num_slots: Tokens of a sequence, of the longest prompt and of its continuation.
         dtype: Numbers of keys and values; None for those of `config`. With `int8`, each key and
             value of a head has a bfloat16 scale.
+
+    Raises:
+        ValueError: If there is no sequence or no slot, or `dtype` is another integer than `int8`.
     """
 
     def __init__(
@@ -53,6 +56,11 @@ class KVCache(nnx.Module):
             )
 
         dtype = jnp.dtype(config.dtype if dtype is None else dtype)
+        if dtype != jnp.int8 and not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"KVCache(dtype={dtype}) would round keys and values to integers without a scale. "
+                "Pass int8, which has scales, or a float dtype such as bfloat16."
+            )
 
         def zeros(dtype: DTypeLike, *dims: tuple[str | None, int]) -> nnx.Cache:
             # A dim that the axes do not divide is not split.

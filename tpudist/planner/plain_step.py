@@ -105,8 +105,8 @@ def plan(
     figure_checks.check(tokens_per_step, model_flops)
     if unknown:
         raise TypeError(
-            f"planner.plan has no option {next(iter(unknown))!r}. Pass keyword arguments of the "
-            f"step as kwargs={{{', '.join(f'{name!r}: ...' for name in unknown)}}}."
+            f"planner.plan has no option {next(iter(unknown))!r}. If it is an argument of the "
+            f"step, pass kwargs={{{', '.join(f'{name!r}: ...' for name in unknown)}}}."
         )
     measured = None if calibration is None else read_calibration(calibration)
     request = plan_builder.PlanRequest(

@@ -75,7 +75,7 @@ def on_rates(calibration: Calibration | None) -> list[str]:
 
 
 def on_answer(answer: compiler_query.Answer) -> list[str]:
-    """Returns notes on a compiler that stopped early, or was not called."""
+    """Returns notes on a compiler that was not called."""
     notes = []
     if answer.is_cached:
         notes.append(

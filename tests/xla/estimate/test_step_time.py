@@ -463,7 +463,7 @@ def test_a_copy_without_cycles_takes_its_bytes_and_the_latency_of_the_memory():
 
 
 def test_a_comparison_of_all_pairs_takes_the_operations_of_the_vector_units():
-    """Its bytes are few. Each pair takes a comparison, and a step of the reduction."""
+    """It has few bytes, but each pair takes a comparison and a step of the reduction."""
     inside = """%inside (p: f32[65536]) -> pred[65536] {
   %p = f32[65536]{0:T(1024)} parameter(0)
   %x = f32[65536,1024]{1,0:T(8,128)} broadcast(%p), dimensions={0}

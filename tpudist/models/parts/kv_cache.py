@@ -34,7 +34,7 @@ def block_size(dtype: DTypeLike) -> int:
 
 
 def split_width(dtype: DTypeLike, width: int) -> int:
-    """Returns the number of parts of a head, each of which is stored like a head.
+    """Returns the number of parts of a head. Each part is stored like a head.
 
     The update of wider integers has other tiles than the cache, so XLA would copy all of it.
     """

@@ -23,7 +23,7 @@ class OnChipMemory:
     def __init__(self, generation: str):
         self._capacity = max(0, _CAPACITY.get(generation, 0) - _SCOPED)
         self._used = self.hidden_bytes = 0.0
-        # Bytes that must be written before a value can leave, and those that cost no time.
+        # Bytes that HBM lacks of each value, and the part of them that HBM can write at no cost.
         self._values: dict[Buffer, tuple[float, float]] = {}
 
     def has(self, buffer: Buffer) -> bool:

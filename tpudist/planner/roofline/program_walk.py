@@ -10,7 +10,7 @@ The rules, fixed before any comparison with compiled programs:
    (`on_chip_memory`).
 2. A product (matrix multiplication, convolution, kernel) takes its operations at the rate of large
    products, or its bytes at the rate of HBM. The last operation on elements is part of it. Products
-   of vectors are operations on elements. Each operation adds what quick plans add (rule 6 of
+   of vectors are operations on elements. Each operation adds what it adds without cycles (rule 6 of
    `instruction_time`).
 3. An operand that is split over an axis which the product does not sum or keep is gathered; a
    gathered value is used again in the same block. Devices add up sums over an axis with an
@@ -71,7 +71,7 @@ class Walk(ProductRules):
         return self._unknown(operation)
 
     scales: dict[Shape, float] | None = None
-    """In a `shard_map`: elements of arrays on a device over those in the trace, by their shape."""
+    """In a `shard_map`, how many elements an array of a shape has for each one in the trace."""
 
     def _inner(self, operation: Operation, which: int, depth: int) -> "Walk":
         body = Walk(operation.bodies[which], self.network, self.traced, self.lazy, depth)
