@@ -1,5 +1,7 @@
 """`tpudist plan FILE.py:function` recognizes the named object, and says what to write instead."""
 
+import os
+import subprocess
 import sys
 
 import pytest
@@ -30,6 +32,9 @@ def make_traced(): return traced
 def make_plan(): return planner.plan(step, x)
 def make_model(): return model
 def make_bare(): return step
+def main(argv): step(x)
+def loss(params): return params["w"].sum()
+def make_counted(): return step, (np.ones(jax.device_count()),)
 def make_mesh(): return step, (x,), {"mesh": jax.make_mesh((4, 32), ("a", "b"))}
 def make_value():
     (device, *_) = planner.devices("v5e-4")
@@ -59,12 +64,38 @@ def test_a_program_that_was_traced_is_planned(load, name):
         ("make_model", r"returned a model.*return model.fit, \(x, y\), whose"),
         ("make_bare", r"returned a step.*return step, \(state,\), whose"),
         ("make_plan", "returned a plan. Return the arguments of tpudist.planner.plan instead"),
+        ("main", r"returns nothing, so it was not called.*return train_step, \(state, batch\)"),
+        ("loss", r"called with a candidate.*TypeError.*return loss, \(params,\), whose"),
         ("missing", "no function 'missing'. It has step, .*make_traced, make_plan, .*Name a"),
     ],
 )
 def test_the_error_shows_the_function_to_write(load, name, message):
     with pytest.raises(WrongUse, match=message):
         load(name)(None)
+
+
+def test_flags_of_absl_have_their_defaults(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "own_flags.py").write_text(
+        "from absl import flags\n"
+        "rate = flags.DEFINE_float('rate_of_this_test', 0.5, '')\n"
+        "def main(argv): return abs, (rate.value,)\n"
+    )
+    assert user_step.load(f"{tmp_path}/own_flags.py:main", "v5e-8")(None) == (None, abs, (0.5,))
+
+
+@pytest.mark.slow
+def test_a_step_sees_as_many_devices_as_its_slice(tmp_path):
+    """Otherwise a program that makes a mesh of `jax.device_count()` devices would use one."""
+    (tmp_path / "own_steps.py").write_text(FILE)
+    load = "user_step.load('own_steps.py:make_counted', 'v5e-16')(None)"
+    program = f"from tpudist.cli import user_step; print({load}[2][0].shape)"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", program]
+    shown = subprocess.check_output(command, env=environment, cwd=tmp_path, text=True)
+    assert shown == "(16,)\n"
 
 
 @pytest.mark.libtpu

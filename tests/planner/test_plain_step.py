@@ -93,6 +93,21 @@ def test_a_step_of_another_library_is_planned_as_it_is(make):
     )
 
 
+@pytest.mark.libtpu
+def test_a_constraint_that_only_a_mesh_in_force_adds_may_fail():
+    """Flax adds one to kernels that `DenseGeneral` reshapes; the program itself sets no mesh."""
+    sharded = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(data_mesh(), P("data")))
+
+    def step(x):
+        if not jax.sharding.get_abstract_mesh().empty:
+            jax.lax.with_sharding_constraint(x, P("data", None, None))
+        return x * 2
+
+    assert planner.plan(step, sharded, topology="v5e-8").mesh == {"data": 8}
+    with pytest.raises(ValueError, match="rank"):
+        planner.plan(step, sharded, mesh=data_mesh())
+
+
 def test_none_among_the_arguments_has_no_sharding():
     """Optional entries of dicts would otherwise shift the shardings of all later arrays."""
     params = {"bias": None, "w": jax.ShapeDtypeStruct((16, 16), jnp.float32)}

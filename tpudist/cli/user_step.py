@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +20,10 @@ from tpudist.cli.errors import WrongUse
 from tpudist.planner import Plan
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.show.formats import format_error
-from tpudist.xla import descriptions, topology as topologies
+from tpudist.xla import descriptions, emulation, topology as topologies
 from tpudist.xla.compiler.visible_devices import means_absent_devices, show_devices
+from tpudist.xla.hardware import slices
+from tpudist.xla.settings import Setting
 
 RULE = (
     "Name a function make_step(candidate) that returns (strategy, fn, args), or for plain JAX a "
@@ -33,6 +37,10 @@ _RULE_OF_STEPS = (
     "jax.ShapeDtypeStructs. A dict as a third element has arguments of tpudist.planner.plan: "
     '{{"mesh": {{"data": 8}}, "in_shardings": (P(), P("data"))}}.'
 )
+_PROGRAM = (
+    "a function that returns nothing, so it was not called. Where it calls its step, return the "
+    "step and its arguments instead, such as return train_step, (state, batch)."
+)
 _MODEL_ARGUMENTS = "x, y"
 # Parts of errors of JAX and NumPy about a mesh with more devices than this machine has.
 _TOO_FEW_DEVICES = (
@@ -41,6 +49,8 @@ _TOO_FEW_DEVICES = (
     "XLA devices are available",
 )
 _MAX_NAMES = 8  # of functions in a message
+# Each emulated device stores its own copy of a replicated array.
+_MAX_EMULATED = 64
 
 
 def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
@@ -52,8 +62,8 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
 
     Args:
         name: "module:function" or "file.py:function". It may also name a lowered program.
-        topology: Slice whose devices JAX reports if the module or the function makes a mesh that
-            has more devices than this machine.
+        topology: Slice of the plan. The module and the function see as many emulated devices; on
+            larger slices, the slice itself if they make a mesh of more devices than this machine.
 
     Raises:
         WrongUse: If there is no such function, or its module cannot be imported. The returned
@@ -65,6 +75,7 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         # As `python -m` does; a console script has the folder of its interpreter there instead.
         sys.path.insert(0, str(Path.cwd()))
+    _emulate_slice(topology)
     is_file = place.endswith(".py")
     try:
         module = _see_slice(
@@ -84,6 +95,10 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
     num_required = _count_parameters(make_step)
     if num_required is None or num_required > 1:
         raise WrongUse(f"{name} is {_describe_step(make_step, attribute)}")
+    if not (_takes_candidate(make_step) or _returns_value(make_step)):
+        raise WrongUse(f"{name} is {_PROGRAM}")
+    if "absl.flags" in sys.modules:  # of a program whose flags have their defaults
+        sys.modules["absl.flags"].FLAGS.mark_as_parsed()
 
     def make_checked_step(candidate: Candidate) -> tuple[Any, ...]:
         try:
@@ -93,18 +108,40 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
                 step = _see_slice(topology, make_step)
         except SystemExit as error:
             raise WrongUse(f"{name} failed: {format_error(error)}") from error
-        except (AttributeError, jax.errors.JaxRuntimeError) as error:
-            if not means_absent_devices(error):
-                raise
-            raise WrongUse(
-                f"{name} computed a value on devices of tpudist.planner.devices, which are "
-                f"descriptions: they compile programs and run none. {format_error(error)} Create "
-                "shapes instead: jax.eval_shape(init) for init(), and "
-                "jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=...) for jax.device_put(x, ...)."
-            ) from error
+        except Exception as error:
+            if means_absent_devices(error):
+                raise WrongUse(
+                    f"{name} computed a value on devices of {topology}, which are descriptions: "
+                    f"they compile programs and run none. {format_error(error)} Create shapes "
+                    "instead: jax.eval_shape(init) for init(), and jax.ShapeDtypeStruct(x.shape, "
+                    "x.dtype, sharding=...) for jax.device_put(x, ...)."
+                ) from error
+            if num_required and not _takes_candidate(make_step):
+                raise WrongUse(
+                    f"{name} failed when it was called with a candidate, as make_step(candidate): "
+                    f"{format_error(error)}. If it is not such a function, it is "
+                    f"{_describe_step(make_step, attribute)}"
+                ) from error
+            raise
         return _check(step, name)
 
     return make_checked_step
+
+
+def _emulate_slice(topology: str) -> None:
+    """Emulates the devices of a slice, unless the environment or a program chose other devices.
+
+    So a program that creates arrays on a mesh of `jax.device_count()` devices needs no change.
+    """
+    number = slices.parse(topology).num_devices
+    is_chosen = (
+        emulation.has_backend()
+        or Setting.PLATFORMS.read() != "cpu"
+        or Setting.NUM_CPU_DEVICES.read() > 0
+        or "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    )
+    if number <= _MAX_EMULATED and not is_chosen:
+        emulation.emulate(number)
 
 
 def _see_slice(topology: str, act: Callable[[], Any]) -> Any:
@@ -137,6 +174,25 @@ def _count_parameters(function: Callable[..., Any]) -> int | None:
         return None
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(x.kind in kinds for x in required)
+
+
+def _takes_candidate(function: Callable[..., Any]) -> bool:
+    """Returns whether a function says that its parameter is a candidate."""
+    return "candidate" in str(inspect.signature(function)).lower()
+
+
+def _returns_value(function: Callable[..., Any]) -> bool:
+    """Returns whether a function returns another value than None, if its code can be read."""
+    if not inspect.isfunction(function):
+        return True
+    none = None
+    for x in dis.get_instructions(function):
+        if x.opname == "RETURN_CONST" and x.argval is not None:
+            return True
+        if x.opname == "RETURN_VALUE" and not none:
+            return True
+        none = x.opname == "LOAD_CONST" and x.argval is None
+    return False
 
 
 def _is_function(value: object) -> bool:

@@ -1,6 +1,7 @@
 """Places the arguments of a step of plain JAX on the devices of a plan, without their data."""
 
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -93,6 +94,8 @@ class PlacedCall:
         leaves: The leaves of the arguments, in order.
         surroundings: Makes a context in which the step is traced.
         platforms: Platforms to lower the step for; None for that of its devices.
+        outside_mesh: Same as `surroundings`, without the mesh of the arguments in force; None if
+            the program has set the mesh itself.
     """
 
     args: tuple
@@ -100,6 +103,7 @@ class PlacedCall:
     leaves: Sequence[LeafFacts]
     surroundings: Callable[[], AbstractContextManager]
     platforms: tuple[str, ...] | None = None
+    outside_mesh: Callable[[], AbstractContextManager] | None = None
 
     @property
     def num_first(self) -> int:
@@ -134,6 +138,7 @@ class Placement:
         self._devices = None if topology is None else list(topologies.devices(topology))
         self._computes = computes
         self._mesh = mesh if mesh is None or isinstance(mesh, Mesh) else self._make_mesh(mesh)
+        self._is_set = mesh is not None or not jax.sharding.get_mesh().empty
 
     def place(
         self, step: Callable[..., Any], args: tuple, kwargs: dict[str, Any], in_shardings: PyTree
@@ -156,18 +161,29 @@ class Placement:
             shape = () if isinstance(x, bool | int | float | complex) else None
             facts.append(LeafFacts(name, tuple(shape_of(x)) if is_array else shape, is_array))
         own_args, own_kwargs = treedef.unflatten(placed)
-        return PlacedCall(own_args, own_kwargs, facts, self._surroundings)
+        outside = functools.partial(self._surroundings, is_in_force=False)
+        return PlacedCall(
+            own_args,
+            own_kwargs,
+            facts,
+            self._surroundings,
+            outside_mesh=None if self._is_set else outside,
+        )
 
     def lower_elsewhere(self, call: PlacedCall) -> PlacedCall:
         """Returns a call on other devices that is lowered for those of the plan."""
 
-        def surroundings() -> AbstractContextManager:
+        def show_slice(inner: Callable[[], AbstractContextManager]) -> AbstractContextManager:
             stack = ExitStack()
             stack.enter_context(show_devices(self._devices or ()))
-            stack.enter_context(call.surroundings())
+            stack.enter_context(inner())
             return stack
 
-        return dataclasses.replace(call, surroundings=surroundings, platforms=self.platforms)
+        outside = call.outside_mesh and functools.partial(show_slice, call.outside_mesh)
+        surroundings = functools.partial(show_slice, call.surroundings)
+        return dataclasses.replace(
+            call, surroundings=surroundings, platforms=self.platforms, outside_mesh=outside
+        )
 
     @property
     def platforms(self) -> tuple[str, ...] | None:
@@ -207,10 +223,12 @@ class Placement:
             return SingleDeviceSharding(self._devices[0])
         return None  # that of the default device
 
-    def _surroundings(self) -> AbstractContextManager:
+    def _surroundings(self, is_in_force: bool = True) -> AbstractContextManager:
         stack = ExitStack()
         if self._devices is not None:
             stack.enter_context(show_devices(self._devices))
+        if self._mesh is not None and not is_in_force:
+            return stack
         if self._mesh is not None and self._computes:
             stack.enter_context(use_abstract_mesh(self._mesh.abstract_mesh))
         elif self._mesh is not None:

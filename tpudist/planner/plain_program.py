@@ -28,6 +28,9 @@ DEVICES_RULE = (
 )
 # Parts of JAX's errors about a step whose own mesh has other devices than its arguments.
 _OTHER_DEVICES = ("incompatible devices", "ontext mesh ")
+# Part of JAX's errors about a constraint. Flax adds some if a mesh is in force, which the program
+# may not expect.
+_CONSTRAINT = "with_sharding_constraint"
 # What to do about other errors of JAX.
 _RULES = {
     "does not match the sharding on the respective arg": "Pass the same in_shardings to plan().",
@@ -148,6 +151,22 @@ def lower_call(
         ValueError: If the step is jitted already, and `donate_argnums` or `static_argnums` are
             passed.
     """
+    try:
+        return _lower_inside(call, step, donate_argnums, static_argnums)
+    except ValueError as error:
+        if call.outside_mesh is None or _CONSTRAINT not in str(error):
+            raise
+    outside = dataclasses.replace(call, surroundings=call.outside_mesh)
+    return _lower_inside(outside, step, donate_argnums, static_argnums)
+
+
+def _lower_inside(
+    call: PlacedCall,
+    step: Callable[..., Any],
+    donate_argnums: int | Sequence[int],
+    static_argnums: int | Sequence[int],
+) -> LoweredCall:
+    """Lowers a step in the surroundings of a call."""
     jitted: Any = step
     has_own_lower = hasattr(step, "lower")
     if has_own_lower:
