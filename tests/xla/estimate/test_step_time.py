@@ -245,8 +245,7 @@ def test_cycles_of_a_product_bound_by_memory_have_their_own_rate():
     [
         ("add(%a, %a)", True),
         ("reverse(%a), dimensions={0}", False),
-        ("negate(%v)", False),
-        ('negate(%v), metadata={op_name="jit(f)/dot_general"}', True),
+        ("negate(%v)", True),
     ],
 )
 def test_cycles_of_a_simple_operation_do_not_exceed_its_bytes(operation, is_bounded):
@@ -305,7 +304,8 @@ def test_a_step_is_the_sum_of_its_parts():
     estimate = _estimate(module, _one("v5e"), V5E)
     rates = instruction_time.Rates.of(V5E)
     host_s = 2 * 1024**2 / V5E.host_bytes_per_s
-    compute_s = 10**6 / rates.matmul_cycles_per_s + 5000 / rates.other_cycles_per_s
+    compute_s = 10**6 / rates.matmul_cycles_per_s
+    compute_s += rates.price(module, module.entry.instructions["y"]).seconds
     assert estimate.compute_s == pytest.approx(compute_s)
     assert estimate.host_s == estimate.exposed_host_s == pytest.approx(host_s)
     assert estimate.step_s == pytest.approx(compute_s + host_s)
@@ -479,7 +479,47 @@ def test_a_comparison_of_all_pairs_takes_the_operations_of_the_vector_units():
     module = hlo_programs.program(*lines, computations=inside)
     chip = chips.CHIPS["v5e"]
     estimate = _estimate(dataclasses.replace(module, has_cycles=False), _one("v5e"), chip)
-    assert estimate.step_s == pytest.approx(2 * 65536 * 1024 / (4 * 1024 * chip.cycles_per_s))
+    compares_s = 2 * 65536 * 1024 / (4 * 1024 * chip.cycles_per_s)
+    assert compares_s < estimate.step_s < 1.05 * compares_s
+
+
+VMEM_LOOP = """%inside (p: f32[512,4,16], i: s32[]) -> f32[4,16] {
+  %p = f32[512,4,16]{2,1,0:T(4,128)S(1)} parameter(0)
+  %i = s32[]{:T(128)S(6)} parameter(1)
+  %s = f32[1,4,16]{2,1,0:T(4,128)} dynamic-slice(%p, %i, %i, %i), dynamic_slice_sizes={1,4,16}
+  ROOT %b = f32[4,16]{1,0:T(4,128)} bitcast(%s)
+}
+"""
+
+
+@pytest.mark.parametrize("has_cycles", [True, False])
+@pytest.mark.parametrize(
+    ("operand", "operation", "machine_us"),
+    [
+        ("f32[256,512]{1,0:T(8,128)S(1)}", "copy(%a)", 0.087),
+        ("bf16[2048,1024]{1,0:T(8,128)(2,1)S(1)}", "copy(%a)", 0.971),
+        ("f32[256,1024]{1,0:T(8,128)S(1)}", "add(%a, %a)", 0.201),
+        ("bf16[8,1024,8,128]{3,2,1,0:T(8,128)(2,1)S(1)}", "copy(%a)", 22.8),
+        ("f32[512,4,16]{2,1,0:T(4,128)S(1)}", f"fusion(%a, %i), {FUSED}", 0.007),
+    ],
+)
+def test_an_instruction_in_vmem_takes_the_time_of_its_machine_program(
+    operand, operation, machine_us, has_cycles
+):
+    """XLA's cycles for the bodies of loops are 2 to 90 times those of libtpu 0.0.50 for v5e."""
+    result = operand.replace("{3,2,1,0", "{3,0,2,1")  # another layout, if it has four dims
+    if "fusion" in operation:
+        result = "f32[4,16]{1,0:T(4,128)S(1)}"
+    module = hlo_programs.program(
+        f"%a = {operand} parameter(0)",
+        "%i = s32[]{:T(128)S(6)} parameter(1)",
+        f"%x = {result} {operation}"
+        + ', backend_config={"estimated_cycles":"200000"}' * has_cycles,
+        computations=VMEM_LOOP,
+    )
+    module = dataclasses.replace(module, has_cycles=has_cycles)
+    seconds = instruction_time.Rates.of(V5E).price(module, hlo_programs.last(module)).seconds
+    assert 0.5 < seconds * 1e6 / machine_us < 2.2
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ _MOVES = frozenset(
 _COPIES = ("copy", "convert")
 _PASS_ON = (*_COPIES, "bitcast", "reshape")
 _RANGE = re.compile(r"\[\d+:\d+(?::(\d+))?\]")
-_ALLOCATES = '="AllocateBuffer"'
+# Custom calls that only name memory.
+_NAMES = ('="AllocateBuffer"', '="ConcatBitcast"')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +66,15 @@ def ends_of_copy(module: Module, instruction: Instruction) -> CopyEnds | None:
     return CopyEnds(operand, target, target)
 
 
-def num_bytes(module: Module, instruction: Instruction) -> float:
-    """Returns the bytes to and from HBM of one run of an instruction."""
+def num_bytes(module: Module, instruction: Instruction, memory_space: int = shapes.HBM) -> float:
+    """Returns the bytes to and from HBM, or another memory, of one run of an instruction."""
     opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith("-done") or _ALLOCATES in instruction.attributes:
+    if opcode in _FREE or opcode.endswith("-done"):
+        return 0.0
+    if any(name in instruction.attributes for name in _NAMES):
         return 0.0
     if opcode == "fusion":
-        return _fusion_bytes(module, instruction)
+        return _fusion_bytes(module, instruction, memory_space)
     if opcode in _MOVES:
         ends = ends_of_copy(module, instruction)
         assert ends is not None
@@ -79,14 +82,15 @@ def num_bytes(module: Module, instruction: Instruction) -> float:
             return 0.0
         read = min(_stride(instruction) * ends.moved.padded_bytes, ends.source.padded_bytes)
         written = ends.moved.padded_bytes
-        return float(read * _is_in_hbm(ends.source) + written * _is_in_hbm(ends.target))
+        is_read, is_written = (x.memory_space == memory_space for x in (ends.source, ends.target))
+        return float(read * is_read + written * is_written)
     if opcode.endswith("-start"):
         return 0.0  # a collective, which the network's own engine reads and writes
     if kernels.is_kernel(instruction):
         blocks = kernels.block_bytes(module, instruction)
         if blocks is not None:
             return blocks
-    return _array_bytes(module, instruction, shapes.HBM)
+    return _array_bytes(module, instruction, memory_space)
 
 
 def _is_prefetch_of_last_step(module: Module, instruction: Instruction) -> bool:
@@ -106,12 +110,10 @@ def _is_prefetch_of_last_step(module: Module, instruction: Instruction) -> bool:
 
 
 def vmem_bytes(module: Module, instruction: Instruction) -> float:
-    """Returns the bytes of the operands and results in VMEM of one run of an instruction."""
-    if instruction.opcode in _FREE or instruction.opcode.endswith(("-start", "-done")):
+    """Returns the bytes to and from VMEM of one run of an instruction."""
+    if instruction.opcode.endswith("-start"):
         return 0.0
-    if _ALLOCATES in instruction.attributes:
-        return 0.0
-    return _array_bytes(module, instruction, shapes.VMEM)
+    return num_bytes(module, instruction, shapes.VMEM)
 
 
 def collective_bytes(module: Module, instruction: Instruction) -> float:
@@ -125,7 +127,8 @@ def collective_bytes(module: Module, instruction: Instruction) -> float:
     if opcode.removesuffix("-start") not in collective_ops.KINDS:
         return 0.0
     # The result of the start of a collective is (operands, results, contexts).
-    return float(sum(x.padded_bytes for x in instruction.arrays if _is_in_hbm(x)))
+    arrays = instruction.arrays
+    return float(sum(x.padded_bytes for x in arrays if x.memory_space == shapes.HBM))
 
 
 def _array_bytes(module: Module, instruction: Instruction, memory_space: int) -> float:
@@ -145,18 +148,20 @@ def _stride(instruction: Instruction) -> int:
     return math.prod(strides[dim] for dim in order[:2])
 
 
-def _is_in_hbm(array: shapes.Array) -> bool:
-    return array.memory_space == shapes.HBM
+def uses(module: Module, instruction: Instruction) -> bool:
+    """Returns whether an operand or a result is in HBM; scalars are in registers inside a step."""
+    values = (*module.operands_of(instruction), instruction)
+    return any(x.memory_space == shapes.HBM and x.dims for value in values for x in value.arrays)
 
 
-def _fusion_bytes(module: Module, fusion: Instruction) -> float:
+def _fusion_bytes(module: Module, fusion: Instruction, memory_space: int) -> float:
     callee = module.contents_of(fusion)
     scope = _Scope(module, callee)
     operands = module.operands_of(fusion)
     total = sum(
         _count_read_bytes(scope, parameter)
         for number, parameter in callee.parameters.items()
-        if all(_is_in_hbm(array) for array in operands[number].arrays)
+        if all(array.memory_space == memory_space for array in operands[number].arrays)
     )
     root = callee.root
     results = [root] * len(fusion.arrays)  # one operation may have several results, as a sort has
@@ -164,7 +169,7 @@ def _fusion_bytes(module: Module, fusion: Instruction) -> float:
         results = [callee.instructions[name] for name in root.operands]
     # A result that is a tuple has several arrays; the shape of the fusion lists them all.
     for result, array in zip(results, fusion.arrays, strict=False):
-        if _is_in_hbm(array):
+        if array.memory_space == memory_space:
             total += _count_written_bytes(scope, result, array)
     return total
 

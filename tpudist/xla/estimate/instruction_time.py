@@ -15,11 +15,12 @@ programs:
    Cycles of other instructions are too many in the same way. So if the bytes take longer than the
    operations on the vector units, which hide as in rule 3, both are the most that an instruction
    takes, with the overhead of rule 6. The same holds for products on the vector units: for one row
-   and a matrix in VMEM, XLA has 28 cycles per register, and the operations take 2.
+   and a matrix in VMEM, XLA has 28 cycles per register, and the operations take 2. It also holds
+   for instructions without an array in HBM (rule 7).
 2. No instruction is faster than a measurement: it takes at least its FLOPs at the best published
    share of the chip's peak, and at least its bytes to and from HBM at the measured share of the
    bandwidth. A product of float32 has 3 or 6 passes of FLOPs, if it asks for that precision.
-   Without cycles, an instruction also takes at least its operations on the vector units (rule 3).
+   Without cycles, operations on the vector units count, too: they hide as in rule 3.
 3. A custom kernel, for which XLA has no cycles, takes the time of its units and of its grid:
    - The matrix unit takes its FLOPs at that share of the peak. The share is smaller if its matrices
      are narrower than the unit: a head of 128 fills half of a unit that is 256 wide (v6e and tpu7x:
@@ -46,14 +47,21 @@ programs:
    the smallest matrix product takes from the host (rule 3). The time of its Python is unknown. A
    computation on the host (`compute_on`) takes the same, for its operands and its results.
 6. A program without machine code (`compile_elsewhere`) has no cycles. To the t us of rule 2
-   a product adds 3 sqrt(t) us, and another instruction 6 sqrt(t), at most 15 us: short ones are
-   less efficient. These numbers are from XLA's cycles of 99 programs of this repository's tests and
-   examples: 80 % of the programs take 0.84 to 1.15 times as long by their cycles. A product for
+   a product adds 3 sqrt(t) us, and an instruction that moves numbers, such as a transposed copy,
+   6 sqrt(t), at most 15 us: short ones are less efficient. These numbers are from XLA's cycles of
+   99 programs of this repository's tests and examples: 80 % of the programs take 0.84 to 1.15 times
+   as long by their cycles (with all rules, 0.86 to 1.07). A product for
    which HBM needs longer adds 1.4 sqrt(t): the median by rule 1 of products of 8 to 128 rows and
    matrices of 8 MiB to 512 MiB on v4, v5e, v5p, v6e and tpu7x (0.4 to 2.3 for 80 % of them).
    A copy in the same layout, which the rate of rule 2 was measured with, only waits for the memory
-   before it reads and before it writes: 0.35 us each (rule 3).
-7. Names of values (tuples, bitcasts) take no time.
+   before it reads and before it writes: 0.35 us each (rule 3). The same holds for elementwise
+   operations, slices and updates in place. By XLA's cycles, those of loops add 0 to 0.6 us.
+7. An instruction without an array in HBM has nothing to wait for. The machine programs of 60 such
+   instructions in loops (libtpu 0.0.50, v5e) take 10 bundles and 1 to 3 times the bytes in VMEM and
+   operations of rules 3 and 4, where XLA has at least 1,824 cycles. The estimate is 1.6 times.
+   Products take 1 to 2 times their FLOPs. Transposed copies take 6 to 10 times their bytes: 8.4
+   bundles per register of bfloat16.
+8. Names of values (tuples, bitcasts) take no time.
 
 Rates are per JAX device. A chip of v2, v3 or tpu7x is two devices, which share it evenly.
 """
@@ -88,6 +96,7 @@ CALLBACK_S = 0.1e-3  # rule 5
 # Rule 6. The overheads are square roots of seconds; the maximum is in seconds.
 _PRODUCT_OVERHEAD, _OTHER_OVERHEAD, _MAX_OVERHEAD_S = 3e-3, 6e-3, 15e-6
 _READ_OVERHEAD = 1.4e-3
+_VMEM_OVERHEAD, _VMEM_MOVE_OVERHEAD, _START_CYCLES = 0.6, 9.0, 10  # rule 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,26 +190,28 @@ class Rates:
             passes_s = at_rate_s * flops.num_passes(module, instruction)
             seconds = max((cycles or 0) / cycles_per_s, passes_s, hbm_s)
             if not module.has_cycles:
-                seconds += product_overhead_s(seconds, reads=reads)
+                overhead_s = product_overhead_s(seconds, reads=reads)
+                if not hbm_traffic.uses(module, instruction):
+                    overhead_s = min(overhead_s, self._vmem_overhead_s(seconds))
+                seconds += overhead_s
             return Price(seconds, "matmul", num_flops, num_bytes, at_rate_s * self.matmul_share)
         vmem_s = hbm_traffic.vmem_bytes(module, instruction)
         vmem_s /= _VMEM_OVER_HBM * self.hbm_bytes_per_s
         bytes_s = max(hbm_s, vmem_s)
+        num_ops = vector_work.count(module, instruction)
+        vector_s = (num_ops or 0) / self._vector_ops_per_s
+        most_s = _overlap(bytes_s, vector_s)
+        most_s += self._overhead_s(module, instruction, most_s)
         if cycles is not None:
             seconds = max(cycles / self.other_cycles_per_s, hbm_s)
-            if (num_ops := vector_work.count(module, instruction)) is not None:
-                vector_s = num_ops / self._vector_ops_per_s
-                if hbm_s > vector_s or _is_product(instruction):
-                    most_s = _overlap(bytes_s, vector_s) + _overhead_s(module, instruction, bytes_s)
-                    seconds = min(seconds, most_s)
+            is_at_most = hbm_s > vector_s or _is_product(instruction)
+            if is_at_most and num_ops is not None or not hbm_traffic.uses(module, instruction):
+                seconds = min(seconds, most_s)
             return Price(seconds, "elementwise", 0.0, num_bytes)
         guess = scheduled_cycles.guess(module, instruction)
         guessed_s = guess.cycles / self.chip.cycles_per_s if guess else 0.0
         if guess is None and not module.has_cycles:
-            bytes_s += _overhead_s(module, instruction, bytes_s)
-            # The vector units may need longer, as for a comparison of all pairs.
-            num_ops = vector_work.count(module, instruction) or 0
-            bytes_s = max(bytes_s, num_ops / self._vector_ops_per_s)
+            bytes_s = most_s
         # If the bytes take longer, they decide the time, and nothing is guessed.
         is_guessed = guess is not None and (not guess.cycles or guessed_s > bytes_s)
         what = guess.what if guess and is_guessed else ""
@@ -261,6 +272,22 @@ class Rates:
         cores = self.chip.cores_in_name / self.chip.devices_per_chip
         return cores * units * _LANES * self.chip.cycles_per_s
 
+    def _overhead_s(self, module: Module, instruction: Instruction, seconds: float) -> float:
+        """Returns by how much an instruction without the matrix unit exceeds its time (rule 6)."""
+        if not seconds:
+            return 0.0
+        moves = vector_work.count(module, instruction) is None
+        if not hbm_traffic.uses(module, instruction):
+            return self._vmem_overhead_s(seconds, moves=moves)
+        if _is_product(instruction):
+            return product_overhead_s(seconds, reads=True)
+        return other_overhead_s(seconds) if moves else 2 * COPYING_STEP_S
+
+    def _vmem_overhead_s(self, seconds: float, *, moves: bool = False) -> float:
+        """Returns what an instruction without an array in HBM adds to its time (rule 7)."""
+        share = _VMEM_MOVE_OVERHEAD if moves else _VMEM_OVERHEAD
+        return share * seconds + _START_CYCLES / self.chip.cycles_per_s
+
     def _price_callback(self, instruction: Instruction) -> Price:
         """Returns the cost of an end of a callback, or of a computation on the host (rule 5)."""
         arrays, call_s, guess = instruction.arrays[:1], 0.0, "callback to the host"
@@ -300,24 +327,6 @@ def other_overhead_s(seconds: float) -> float:
 def _is_product(instruction: Instruction) -> bool:
     """Returns whether the user multiplies matrices: XLA uses the vector units for a single row."""
     return instruction.op_name.endswith("dot_general")
-
-
-def _is_plain_copy(module: Module, instruction: Instruction) -> bool:
-    """Returns whether an instruction copies an array without another layout."""
-    operands = module.operands_of(instruction)
-    if instruction.opcode != "copy" or not operands or not operands[0].arrays:
-        return False
-    source, target = operands[0].arrays[0], instruction.arrays[0]
-    return (source.dims, source.minor_to_major) == (target.dims, target.minor_to_major)
-
-
-def _overhead_s(module: Module, instruction: Instruction, seconds: float) -> float:
-    """Returns by how much an instruction without the matrix unit exceeds the time of its bytes."""
-    if _is_plain_copy(module, instruction):
-        return 2 * COPYING_STEP_S
-    if _is_product(instruction):
-        return product_overhead_s(seconds, reads=True)
-    return other_overhead_s(seconds)
 
 
 def _is_callback(instruction: Instruction) -> bool:
