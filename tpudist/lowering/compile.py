@@ -26,6 +26,7 @@ from tpudist.lowering.workarounds import (
     convolution_layouts,
     fft_layouts,
     lookup_layouts,
+    open_constraints,
 )
 from tpudist.programs import (
     axis_names,
@@ -90,6 +91,7 @@ def trace(
             return ReplicaProgram(_trace_one(function, mesh, local), tuple(stacked))
     traced: list[jaxprs.ClosedJaxpr] = []  # `eval_shape` returns only shapes; `body` fills this
     result_shapes.leave_out_manual_meshes()
+    open_constraints.leave_out_open_constraints()
 
     def body(*values):
         # The inner trace runs inside the shard_map, because only there the axis has a name and the
