@@ -94,6 +94,27 @@ def test_a_step_of_another_library_is_planned_as_it_is(make):
 
 
 @pytest.mark.libtpu
+@pytest.mark.parametrize("has_own_mesh", [False, True])
+def test_a_variable_in_two_arguments_counts_once(has_own_mesh):
+    """The model is also a part of its `nnx.ModelAndOptimizer`."""
+    replicated = NamedSharding(data_mesh(), P())
+    model = nnx.Linear(128, 128, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.ModelAndOptimizer(model, optax.sgd(0.1))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        if has_own_mesh:
+            x = jax.lax.with_sharding_constraint(x, replicated)
+        optimizer.update(nnx.grad(lambda model: jnp.square(model(x)).mean())(model))
+
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=replicated)
+    topology = "v5e-8" if has_own_mesh else None
+    roles = planner.plan(step, model, optimizer, x, topology=topology).memory.categories
+    assert roles["parameters"] == 128 * 128 * 4
+    assert roles["optimizer state"] + roles["other arguments"] < 2048
+
+
+@pytest.mark.libtpu
 def test_a_constraint_that_only_a_mesh_in_force_adds_may_fail():
     """Flax adds one to kernels that `DenseGeneral` reshapes; the program itself sets no mesh."""
     sharded = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(data_mesh(), P("data")))

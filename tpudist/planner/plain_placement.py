@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.ref import AbstractRef, Ref
 from jax.sharding import (
     AbstractMesh,
@@ -76,12 +77,14 @@ class LeafFacts:
         shape: Its shape; None if it is neither an array nor a number.
         is_array: Whether it is an array.
         role: Its role; None to guess it from the name.
+        is_repeated: Whether the same object is an earlier leaf, too.
     """
 
     name: str
     shape: Shape | None
     is_array: bool
     role: str | None = None
+    is_repeated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,14 +156,16 @@ class Placement:
             self._mesh = self._find_mesh(leaves, specs)
         wanted = self._read_shardings(args, kwargs, in_shardings)
         names = call_description.names_of_leaves(step, args, kwargs, is_leaf=None)
-        placed, facts = [], []
+        placed, facts, seen = [], [], set()
         for i, (x, name) in enumerate(zip(leaves, names, strict=True)):
             sharding = wanted[i] if i < len(wanted) else None
             placed.append(self._place_leaf(x, sharding))
             is_array = isinstance(x, (*_ARRAYS, *_REFS, np.generic))
             shape = () if isinstance(x, bool | int | float | complex) else None
-            facts.append(LeafFacts(name, tuple(shape_of(x)) if is_array else shape, is_array))
-        own_args, own_kwargs = treedef.unflatten(placed)
+            own_shape = tuple(shape_of(x)) if is_array else shape
+            facts.append(LeafFacts(name, own_shape, is_array, is_repeated=id(x) in seen))
+            seen.add(id(x))
+        own_args, own_kwargs = share_variables((args, kwargs), treedef.unflatten(placed))
         outside = functools.partial(self._surroundings, is_in_force=False)
         return PlacedCall(
             own_args,
@@ -320,10 +325,28 @@ class Placement:
             raise ValueError(
                 f"An argument is on a mesh of {mesh.size} devices, {dict(mesh.shape)}, but the "
                 f"topology has {number}, and the mesh of the plan is {own}. Run the program on as "
-                "many devices, which may be emulated; or pass mesh= with the same axes, or "
-                "arguments without shardings and in_shardings."
+                "many devices, which tpudist.emulate(num_devices=...) emulates; or pass mesh= with "
+                "the same axes, or arguments without shardings and in_shardings."
             )
         return NamedSharding(self._mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def share_variables(before: PyTree, after: PyTree) -> PyTree:
+    """Returns `after`, whose variables of Flax are one object where those of `before` are.
+
+    Flax passes a variable once that several arguments contain, such as a model and an
+    `nnx.ModelAndOptimizer` of it. A tree that was flattened has a copy in each.
+    """
+
+    def is_variable(x: object) -> bool:
+        return isinstance(x, nnx.Variable)
+
+    own, treedef = jax.tree.flatten(after, is_leaf=is_variable)
+    first = {}
+    for i, x in enumerate(jax.tree.leaves(before, is_leaf=is_variable)):
+        if is_variable(x):
+            own[i] = first.setdefault(id(x), own[i])
+    return treedef.unflatten(own)
 
 
 def _advise_on_keywords(kwargs: Mapping[str, Any]) -> str:

@@ -11,7 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpudist.keras.method_program import MethodProgram
 from tpudist.planner import input_roles
-from tpudist.planner.plain_placement import EQUINOX_INPUT, LeafFacts, PlacedCall, Placement
+from tpudist.planner.plain_placement import (
+    EQUINOX_INPUT,
+    LeafFacts,
+    PlacedCall,
+    Placement,
+    share_variables,
+)
 from tpudist.programs import jaxprs
 from tpudist.xla import descriptions
 from tpudist.xla.compiler import lowered_program
@@ -96,13 +102,15 @@ class LoweredCall:
         matches = [EQUINOX_INPUT.fullmatch(name) for name in own]
         if all(matches):
             places = [int(m[2]) + (self.num_first if m[1] == "rest" else 0) for m in matches if m]
-        arrays = [x for x in self.leaves if x.is_array]
-        # Python numbers are inputs of a program or not; those of Equinox have a place nevertheless.
-        for leaves in (self.leaves, arrays, [x for x in self.leaves if x.shape is not None]):
-            found = [leaves[i] for i in places if i < len(leaves)]
-            if [x.shape for x in found] == [x.shape for x in inputs]:
-                pairs = zip(found, own, strict=True)
-                return [(leaf.name or name, leaf.role) for leaf, name in pairs]
+        # Flax passes a repeated variable once. Python numbers are inputs of a program or not; those
+        # of Equinox have a place nevertheless.
+        for known in (self.leaves, [x for x in self.leaves if not x.is_repeated]):
+            arrays = [x for x in known if x.is_array]
+            for leaves in (known, arrays, [x for x in known if x.shape is not None]):
+                found = [leaves[i] for i in places if i < len(leaves)]
+                if [x.shape for x in found] == [x.shape for x in inputs]:
+                    pairs = zip(found, own, strict=True)
+                    return [(leaf.name or name, leaf.role) for leaf, name in pairs]
         return [(name, None) for name in own]  # a wrapper has changed the order
 
 
@@ -264,7 +272,7 @@ def _trace_wrapped(step: Callable[..., Any], call: PlacedCall) -> jax.stages.Tra
         full = list(leaves)
         for i, x in zip(places, arrays, strict=True):
             full[i] = x
-        args, kwargs = treedef.unflatten(full)
+        args, kwargs = share_variables((call.args, call.kwargs), treedef.unflatten(full))
         # The step may change objects in place, which are results, too.
         results = step(*args, **kwargs), args, kwargs
         return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
