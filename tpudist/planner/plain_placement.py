@@ -11,7 +11,6 @@ from typing import Any, TypeGuard
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.ref import AbstractRef, Ref
 from jax.sharding import (
     AbstractMesh,
@@ -27,6 +26,7 @@ from jax.sharding import (
 from tpudist.array_types import PyTree, Shape
 from tpudist.programs.jax_errors import value_errors
 from tpudist.run.arguments import call_description
+from tpudist.state import nnx_contents
 from tpudist.xla import topology as topologies
 from tpudist.xla.array_attributes import is_weakly_typed, shape_of, sharding_of
 from tpudist.xla.compiler import compiler_process
@@ -165,7 +165,9 @@ class Placement:
             own_shape = tuple(shape_of(x)) if is_array else shape
             facts.append(LeafFacts(name, own_shape, is_array, is_repeated=id(x) in seen))
             seen.add(id(x))
-        own_args, own_kwargs = share_variables((args, kwargs), treedef.unflatten(placed))
+        own_args, own_kwargs = nnx_contents.share_variables(
+            (args, kwargs), treedef.unflatten(placed)
+        )
         outside = functools.partial(self._surroundings, is_in_force=False)
         return PlacedCall(
             own_args,
@@ -329,24 +331,6 @@ class Placement:
                 "the same axes, or arguments without shardings and in_shardings."
             )
         return NamedSharding(self._mesh, sharding.spec, memory_kind=sharding.memory_kind)
-
-
-def share_variables(before: PyTree, after: PyTree) -> PyTree:
-    """Returns `after`, whose variables of Flax are one object where those of `before` are.
-
-    Flax passes a variable once that several arguments contain, such as a model and an
-    `nnx.ModelAndOptimizer` of it. A tree that was flattened has a copy in each.
-    """
-
-    def is_variable(x: object) -> bool:
-        return isinstance(x, nnx.Variable)
-
-    own, treedef = jax.tree.flatten(after, is_leaf=is_variable)
-    first = {}
-    for i, x in enumerate(jax.tree.leaves(before, is_leaf=is_variable)):
-        if is_variable(x):
-            own[i] = first.setdefault(id(x), own[i])
-    return treedef.unflatten(own)
 
 
 def _advise_on_keywords(kwargs: Mapping[str, Any]) -> str:

@@ -11,14 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpudist.keras.method_program import MethodProgram
 from tpudist.planner import input_roles
-from tpudist.planner.plain_placement import (
-    EQUINOX_INPUT,
-    LeafFacts,
-    PlacedCall,
-    Placement,
-    share_variables,
-)
+from tpudist.planner.plain_placement import EQUINOX_INPUT, LeafFacts, PlacedCall, Placement
 from tpudist.programs import jaxprs
+from tpudist.state import nnx_contents
 from tpudist.xla import descriptions
 from tpudist.xla.compiler import lowered_program
 from tpudist.xla.compiler.only_call import jit_only_call
@@ -272,7 +267,9 @@ def _trace_wrapped(step: Callable[..., Any], call: PlacedCall) -> jax.stages.Tra
         full = list(leaves)
         for i, x in zip(places, arrays, strict=True):
             full[i] = x
-        args, kwargs = share_variables((call.args, call.kwargs), treedef.unflatten(full))
+        args, kwargs = nnx_contents.share_variables(
+            (call.args, call.kwargs), treedef.unflatten(full)
+        )
         # The step may change objects in place, which are results, too.
         results = step(*args, **kwargs), args, kwargs
         return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]

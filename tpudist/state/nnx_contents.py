@@ -70,3 +70,21 @@ def variables_of_state(state: nnx.State) -> list[tuple[str, nnx.Variable | None]
         name = f".{jax.tree_util.keystr(path, simple=True, separator='.')}" if path else ""
         variables += [(name, variable)] * len(jax.tree.leaves(x))
     return variables
+
+
+def share_variables(before: PyTree, after: PyTree) -> PyTree:
+    """Returns `after`, whose variables of Flax are one object where those of `before` are.
+
+    Flax passes a variable once that several arguments contain, such as a model and an
+    `nnx.ModelAndOptimizer` of it. A tree that was flattened has a copy in each.
+    """
+
+    def is_variable(x: object) -> bool:
+        return isinstance(x, nnx.Variable)
+
+    own, treedef = jax.tree.flatten(after, is_leaf=is_variable)
+    first = {}
+    for i, x in enumerate(jax.tree.leaves(before, is_leaf=is_variable)):
+        if is_variable(x):
+            own[i] = first.setdefault(id(x), own[i])
+    return treedef.unflatten(own)
