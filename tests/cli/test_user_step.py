@@ -36,6 +36,7 @@ def main(argv): step(x)
 def loss(params): return params["w"].sum()
 def make_counted(): return step, (np.ones(jax.device_count()),)
 def make_mesh(): return step, (x,), {"mesh": jax.make_mesh((4, 32), ("a", "b"))}
+def make_large(): return step, (np.ones(2**44),)
 def make_value():
     (device, *_) = planner.devices("v5e-4")
     return step, (jax.device_put(np.ones(3), device),)
@@ -66,6 +67,7 @@ def test_a_program_that_was_traced_is_planned(load, name):
         ("make_plan", "returned a plan. Return the arguments of tpudist.planner.plan instead"),
         ("main", r"returns nothing, so it was not called.*return train_step, \(state, batch\)"),
         ("loss", r"called with a candidate.*TypeError.*return loss, \(params,\), whose"),
+        ("make_large", r"own_steps.py.*exceed the free memory.*jax.eval_shape\(init\)"),
         ("missing", "no function 'missing'. It has step, .*make_traced, make_plan, .*Name a"),
     ],
 )

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from tpudist.cli.errors import WrongUse
+from tpudist.cli.memory_limit import limit_to_free_memory, means_no_memory
 from tpudist.planner import Plan
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.show.formats import format_error
@@ -41,6 +42,11 @@ _PROGRAM = (
     "a function that returns nothing, so it was not called. Where it calls its step, return the "
     "step and its arguments instead, such as return train_step, (state, batch)."
 )
+_RULE_OF_SHAPES = (
+    " Create shapes instead: jax.eval_shape(init) for init(), and jax.ShapeDtypeStruct(x.shape, "
+    "x.dtype, sharding=...) for jax.device_put(x, ...)."
+)
+_RULE_OF_MEMORY = f" The arrays exceed the free memory of this machine.{_RULE_OF_SHAPES}"
 _MODEL_ARGUMENTS = "x, y"
 # Parts of errors of JAX and NumPy about a mesh with more devices than this machine has.
 _TOO_FEW_DEVICES = (
@@ -78,13 +84,15 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
     _emulate_slice(topology)
     is_file = place.endswith(".py")
     try:
-        module = _see_slice(
-            topology, lambda: _import_file(Path(place)) if is_file else _import_module(place)
-        )
+        with limit_to_free_memory():
+            module = _see_slice(
+                topology, lambda: _import_file(Path(place)) if is_file else _import_module(place)
+            )
     except WrongUse:
         raise
     except (Exception, SystemExit) as error:  # a script may call sys.exit
-        raise WrongUse(f"{place} cannot be imported: {format_error(error)}") from error
+        advice = _RULE_OF_MEMORY if means_no_memory(error) else ""
+        raise WrongUse(f"{place} cannot be imported: {format_error(error)}{advice}") from error
     # An attribute of the user's module, which may not exist.
     make_step = getattr(module, attribute, None)
     if isinstance(make_step, jax.stages.Lowered | jax.stages.Traced):
@@ -102,20 +110,22 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
 
     def make_checked_step(candidate: Candidate) -> tuple[Any, ...]:
         try:
-            if num_required:
-                step = make_step(candidate)
-            else:
-                step = _see_slice(topology, make_step)
+            with limit_to_free_memory():
+                if num_required:
+                    step = make_step(candidate)
+                else:
+                    step = _see_slice(topology, make_step)
         except SystemExit as error:
             raise WrongUse(f"{name} failed: {format_error(error)}") from error
         except Exception as error:
             if means_absent_devices(error):
                 raise WrongUse(
                     f"{name} computed a value on devices of {topology}, which are descriptions: "
-                    f"they compile programs and run none. {format_error(error)} Create shapes "
-                    "instead: jax.eval_shape(init) for init(), and jax.ShapeDtypeStruct(x.shape, "
-                    "x.dtype, sharding=...) for jax.device_put(x, ...)."
+                    f"they compile programs and run none. {format_error(error)}{_RULE_OF_SHAPES}"
                 ) from error
+            if means_no_memory(error):
+                text = f"{name} failed: {format_error(error)}{_RULE_OF_MEMORY}"
+                raise WrongUse(text) from error
             if num_required and not _takes_candidate(make_step):
                 raise WrongUse(
                     f"{name} failed when it was called with a candidate, as make_step(candidate): "
