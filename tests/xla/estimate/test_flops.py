@@ -106,6 +106,29 @@ def test_a_convolution_counts_only_products_inside_the_array(window, labels, sha
     assert flops.kinds_of_products(module, hlo_programs.last(module)) == {"bf16"}
 
 
+@pytest.mark.parametrize(
+    ("kernel", "labels", "name", "share", "is_line"),
+    [
+        ("7,7,3,64", "b01f_01io->b01f", "conv_general_dilated", 7 * 3 / 128 * 64 / 128, False),
+        ("64,128,3,3", "b01f_oi01->b01f", "conv_general_dilated", 64 / 128, False),
+        ("400,1,128", "b0f_0io->b0f", "conv_general_dilated", 400 / 512, True),
+        ("7,7,3,64", "b01f_01io->b01f", "dot_general", 1, False),
+    ],
+)
+def test_a_convolution_of_few_features_fills_a_part_of_the_matrix_unit(
+    kernel, labels, name, share, is_line
+):
+    image = ",".join("8" for _ in kernel.split(","))
+    module = hlo_programs.program(
+        f"%a = bf16[{image}] parameter(0)",
+        f"%b = bf16[{kernel}] parameter(1)",
+        f"%c = bf16[{image}] convolution(%a, %b), dim_labels={labels}, "
+        f'metadata={{op_name="jit(f)/{name}"}}',
+    )
+    assert flops.share_of_unit(module, hlo_programs.last(module), 128) == pytest.approx(share)
+    assert flops.is_of_one_feature(module, hlo_programs.last(module)) == is_line
+
+
 def test_matrix_products_inside_fusions_count():
     module = hlo_programs.program(
         "%a = s8[4,5] parameter(0)",

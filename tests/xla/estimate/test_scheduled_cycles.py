@@ -103,7 +103,8 @@ def test_bytes_decide_where_they_take_longer_and_nothing_is_guessed():
 def test_an_operation_in_vmem_is_not_free(line, what):
     price = _price(_program(line))
     bytes_per_s = 22 * instruction_time.Rates.of(V5E).hbm_bytes_per_s
-    assert price.seconds == pytest.approx(2 * 4096 * 4096 * 4 / bytes_per_s)
+    factor = 1 if what else 1.6
+    assert price.seconds == pytest.approx(factor * 2 * 4096 * 4096 * 4 / bytes_per_s, rel=1e-3)
     assert what in price.guess
     assert bool(what) == bool(price.guess)
 

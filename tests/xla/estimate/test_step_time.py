@@ -222,7 +222,8 @@ def test_no_instruction_is_faster_than_the_measured_rates():
         assert price.peak_s == pytest.approx(2 * 1024**3 / V5E.bf16_flops_per_s)
     module = hlo_programs.program(f"%a = {BIG} parameter(0)", f"%x = {BIG} add(%a, %a)")
     price = rates.price(module, hlo_programs.last(module))
-    assert price.seconds == pytest.approx(3 * ALL / rates.hbm_bytes_per_s)
+    waits_s = 2 * instruction_time.COPYING_STEP_S
+    assert price.seconds == pytest.approx(3 * ALL / rates.hbm_bytes_per_s + waits_s, rel=1e-3)
 
 
 def test_cycles_of_a_product_bound_by_memory_have_their_own_rate():
@@ -462,7 +463,8 @@ def test_a_copy_without_cycles_takes_its_bytes_and_the_latency_of_the_memory():
     assert [cause.name for cause in estimate.causes] == ["memory bandwidth"]
 
 
-def test_a_comparison_of_all_pairs_takes_the_operations_of_the_vector_units():
+@pytest.mark.parametrize("has_cycles", [True, False])
+def test_a_comparison_of_all_pairs_takes_the_operations_of_the_vector_units(has_cycles):
     """It has few bytes, but each pair takes a comparison and a step of the reduction."""
     inside = """%inside (p: f32[65536]) -> pred[65536] {
   %p = f32[65536]{0:T(1024)} parameter(0)
@@ -474,13 +476,14 @@ def test_a_comparison_of_all_pairs_takes_the_operations_of_the_vector_units():
 """
     lines = (
         "%a = f32[65536]{0:T(1024)} parameter(0)",
-        f"%b = pred[65536]{{0:T(1024)}} fusion(%a), {FUSED}",
+        f"%b = pred[65536]{{0:T(1024)}} fusion(%a), {FUSED}"
+        + ', backend_config={"estimated_cycles":"9"}' * has_cycles,
     )
     module = hlo_programs.program(*lines, computations=inside)
     chip = chips.CHIPS["v5e"]
-    estimate = _estimate(dataclasses.replace(module, has_cycles=False), _one("v5e"), chip)
+    estimate = _estimate(dataclasses.replace(module, has_cycles=has_cycles), _one("v5e"), chip)
     compares_s = 2 * 65536 * 1024 / (4 * 1024 * chip.cycles_per_s)
-    assert compares_s < estimate.step_s < 1.05 * compares_s
+    assert compares_s <= estimate.step_s < 1.05 * compares_s
 
 
 VMEM_LOOP = """%inside (p: f32[512,4,16], i: s32[]) -> f32[4,16] {

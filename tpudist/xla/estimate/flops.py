@@ -73,6 +73,41 @@ def is_convolution(module: Module, instruction: Instruction) -> bool:
     return any("conv_general_dilated" in part.op_name for part in parts)
 
 
+def share_of_unit(module: Module, instruction: Instruction, width: int) -> float:
+    """Returns the share of a matrix unit that the user's convolutions fill; 1 for other products.
+
+    The unit multiplies the input features of a row of the window with the output features. The
+    machine programs for v5e of windows of 3 x 3 over 4, 16, 64 and 128 features take 0.9 to 1.1 of
+    the time by this share (libtpu 0.0.50).
+    """
+    shares = [1.0]
+    for kernel in _kernels(module, instruction):
+        row = max((size for name, size in kernel.items() if name.isdigit()), default=1)
+        sizes = row * kernel["i"], kernel["o"]
+        shares.append(math.prod(size / (math.ceil(size / width) * width) for size in sizes))
+    return min(shares)
+
+
+def is_of_one_feature(module: Module, instruction: Instruction) -> bool:
+    """Returns whether the user convolves a line of numbers, as `jnp.convolve` does.
+
+    XLA's cycles are then 1 to 128 times those by `share_of_unit`, or more.
+    """
+    kernels = _kernels(module, instruction)
+    return any(kernel["i"] == 1 and len(kernel) == len("io0") for kernel in kernels)
+
+
+def _kernels(module: Module, instruction: Instruction) -> list[dict[str, int]]:
+    """Returns the dims of the kernels of the user's convolutions, by their labels."""
+    if not is_convolution(module, instruction):
+        return []
+    return [
+        dict(zip(labels[2], module.operands_of(part)[1].arrays[0].dims, strict=True))
+        for part in module.parts_of(instruction)
+        if part.opcode == "convolution" and (labels := _LABELS.search(part.attributes))
+    ]
+
+
 def _dot(attributes: str, lhs: Shape, rhs: Shape, out: Shape) -> float:
     contracting = _CONTRACTING.search(attributes)
     dims = [int(dim) for dim in contracting[1].split(",") if dim] if contracting else []

@@ -16,11 +16,14 @@ _FREE = frozenset(
 )
 # Each is one operation per number of its result, as in kernels (`instruction_time`, rule 3).
 _ELEMENTWISE = frozenset(
-    "abs add and ceil clamp compare convert cosine divide exponential exponential-minus-one floor"
-    " is-finite log log-plus-one logistic maximum minimum multiply negate not or pad popcnt power"
-    " remainder round-nearest-afz round-nearest-even rsqrt select shift-left shift-right-arithmetic"
-    " shift-right-logical sign sine sqrt subtract tanh xor".split()
+    "abs add and atan2 bitcast-convert cbrt ceil clamp compare convert cosine divide erf"
+    " exponential exponential-minus-one floor is-finite log log-plus-one logistic maximum"
+    " minimum multiply negate not or pad popcnt power reduce-precision remainder"
+    " round-nearest-afz round-nearest-even rsqrt select shift-left shift-right-arithmetic"
+    " shift-right-logical sign sine sqrt subtract tan tanh xor".split()
 )
+# Custom calls that split complex numbers into two arrays, or join them.
+_COMPLEX = ('="X64Combine"', '="X64SplitHigh"', '="X64SplitLow"')
 
 
 def count(module: Module, instruction: Instruction) -> int | None:
@@ -28,26 +31,28 @@ def count(module: Module, instruction: Instruction) -> int | None:
     total = 0
     for part in module.parts_of(instruction):
         if part.opcode in _ELEMENTWISE:
-            total += sum(map(_padded_elements, part.arrays))
+            total += sum(map(_elements_in_tiles, part.arrays))
         elif part.opcode == "reduce":
             # The first half of the operands has the arrays, the other half their initial values.
             operands = module.operands_of(part)
             arrays = [x for operand in operands[: len(operands) // 2] for x in operand.arrays]
-            total += sum(map(_padded_elements, arrays))
+            total += sum(map(_elements_in_tiles, arrays))
         elif part.opcode not in _FREE and not is_plain_copy(module, part):
             return None
     return total
 
 
 def is_plain_copy(module: Module, instruction: Instruction) -> bool:
-    """Returns whether an instruction copies an array without another layout."""
+    """Returns whether an instruction copies complete tiles: the two minor dims stay the same."""
+    if instruction.opcode == "custom-call":
+        return any(name in instruction.attributes for name in _COMPLEX)
     operands = module.operands_of(instruction)
     if instruction.opcode != "copy" or not operands or not operands[0].arrays:
         return False
     source, target = operands[0].arrays[0], instruction.arrays[0]
-    return (source.dims, source.minor_to_major) == (target.dims, target.minor_to_major)
+    return source.dims == target.dims and source.minor_to_major[:2] == target.minor_to_major[:2]
 
 
-def _padded_elements(array: shapes.Array) -> int:
+def _elements_in_tiles(array: shapes.Array) -> int:
     """Returns the elements of an array in registers, which have complete tiles."""
     return array.padded_bytes * 8 // max(1, shapes.num_bits(array.dtype))
