@@ -99,6 +99,8 @@ class Options:
     """Whether to use the result of an earlier plan of the same program."""
     complete: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also generate machine code: more exact times, and its size, after minutes."""
+    extrapolate: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Compile only some of many equal layers that are written out, and extrapolate."""
     model: reference.ReferenceOptions = field(default_factory=reference.ReferenceOptions)
 
 
@@ -199,6 +201,7 @@ def _plan(options: Options, source: _StepSource) -> int:
             "tokens_per_step": source.tokens_per_step,
             "calibration": source.calibration,
             "complete": options.complete,
+            "extrapolate": options.extrapolate,
         }
         more_arguments |= more[0] if more else {}
         more_arguments |= {"topology": options.topology, "cache": options.cache}
@@ -255,6 +258,7 @@ def _search(options: Options, source: _StepSource) -> int:
             cache=options.cache,
             calibration=source.calibration,
             complete=options.complete,
+            extrapolate=options.extrapolate,
         )
     try:
         with explain_write_errors():

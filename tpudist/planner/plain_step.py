@@ -58,6 +58,7 @@ def plan(
     cache: bool | str | Path = True,
     in_process: bool = False,
     complete: bool = False,
+    extrapolate: bool = False,
     calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
     progress: Progress | None = None,
     **unknown: PyTree,
@@ -91,6 +92,7 @@ def plan(
         cache: Whether to use a stored answer of the compiler, or a directory for answers.
         in_process: Whether to compile again in this process, so that `Plan.save` has an executable.
         complete: Whether the compiler also generates machine code, which takes minutes.
+        extrapolate: Whether to compile only some of many equal layers; see `Strategy.plan`.
         calibration: Measured rates, as in `read_calibration`.
         progress: Called with the current activity and its seconds.
 
@@ -98,7 +100,8 @@ def plan(
         TypeError: If `step` is not callable, a `Lowered` is passed with arguments, or arguments of
             the step are in a tuple or are keywords of `plan`.
         ValueError: If the devices of the step are not those of `topology`, there is no such
-            topology, or `mesh` or `in_shardings` do not fit. `plan` also raises what the step does.
+            topology, `mesh` or `in_shardings` do not fit, or `extrapolate` and `in_process` are
+            both passed. `plan` also raises what the step does.
         ImportError: If libtpu is missing, or is not the version for this JAX.
         RuntimeError: If the compiler failed for another reason than memory.
     """
@@ -111,7 +114,7 @@ def plan(
     measured = None if calibration is None else read_calibration(calibration)
     request = plan_builder.PlanRequest(
         topology, dict(compiler_options or {}), tokens_per_step, model_flops, cache, in_process,
-        measured, complete,
+        measured, complete, extrapolate,
     )  # fmt: skip
     argnums = donate_argnums, static_argnums
     with show_progress(progress) as report:

@@ -16,33 +16,28 @@ import numpy as np
 from tpudist.context.strategy_base import StrategyBase
 from tpudist.options import RunOptions
 from tpudist.planner import (
-    branch_shares,
     compiler_query,
+    extrapolation,
     input_roles,
     model_flops,
     plan_notes,
+    program_figures,
     saved_plan,
 )
 from tpudist.planner.abstract_arguments import TwinArguments
 from tpudist.planner.calibration import Calibration
 from tpudist.planner.plan_record import Plan
+from tpudist.planner.program_figures import Figures
 from tpudist.planner.show.progress import Progress
 from tpudist.programs import jaxprs
 from tpudist.run.step_cache import Replicator
 from tpudist.xla.compiler.visible_devices import show_devices
 from tpudist.xla.devices import slice_index
 from tpudist.xla.estimate import (
-    collective_traffic,
-    memory,
     refusal,
-    step_time,
-    timeline,
 )
-from tpudist.xla.estimate.collective_traffic import CollectiveUse
-from tpudist.xla.estimate.memory import InputLeaf, MemoryReport
-from tpudist.xla.estimate.step_time import TimeEstimate
+from tpudist.xla.estimate.memory import InputLeaf
 from tpudist.xla.hardware import chips
-from tpudist.xla.hlo import hlo_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +52,14 @@ class PlanRequest:
     in_process: bool
     calibration: Calibration | None = None
     complete: bool = False
+    extrapolate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.extrapolate and self.in_process:
+            raise ValueError(
+                "plan received extrapolate=True and in_process=True. An executable needs all "
+                "layers: omit one of them."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +89,6 @@ class LoweredStep:
         return saved_plan.ProgramSource(
             self.name, self.lowered, mesh, self.compiler_options, compiled
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Figures:
-    """Figures of a compiled program; all empty for a program that does not fit."""
-
-    memory: MemoryReport | None = None
-    time: TimeEstimate | None = None
-    collectives: tuple[CollectiveUse, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def plan(
@@ -136,18 +129,27 @@ def plan_lowered(
         trace_s: Seconds that tracing and lowering took.
     """
     chip = _find_chip(mesh, request.calibration)
-    answer = compiler_query.ask_compiler(
-        step.lowered,
-        mesh,
-        step.compiler_options,
-        cache=request.cache,
-        in_process=request.in_process,
-        complete=request.complete,
-        report=report,
-    )
-    report("reading", 0.0)
+
+    def compile_and_read(lowered: jax.stages.Lowered) -> tuple[compiler_query.Answer, Figures]:
+        answer = compiler_query.ask_compiler(
+            lowered,
+            mesh,
+            step.compiler_options,
+            cache=request.cache,
+            in_process=request.in_process,
+            complete=request.complete,
+            report=report,
+        )
+        report("reading", 0.0)
+        return answer, program_figures.read(
+            answer, step.inputs, step.num_donated, step.closed, mesh, chip
+        )
+
+    found = None
+    if request.extrapolate:
+        found = extrapolation.from_few_layers(step.lowered, compile_and_read)
+    answer, figures = found or compile_and_read(step.lowered)
     flops, narrow, notes_on_flops = _count_flops(request, step, num_replicas)
-    figures = _read_figures(answer, step, mesh, chip)
     notes = (
         *notes,
         *plan_notes.on_rates(request.calibration),
@@ -303,28 +305,3 @@ def _explain_refusal(answer: compiler_query.Answer, step: LoweredStep) -> refusa
     # inputs.
     inputs = input_roles.select_used(answer.refusal, step.inputs, step.num_donated)
     return refusal.explain(answer.refusal, [leaf.name for leaf in inputs])
-
-
-def _read_figures(
-    answer: compiler_query.Answer,
-    step: LoweredStep,
-    mesh: jax.sharding.Mesh,
-    chip: chips.Chip | None,
-) -> _Figures:
-    if answer.program is None:
-        return _Figures()
-    choices = None if step.closed is None else branch_shares.find(step.closed)
-    text, has_cycles = answer.program.text, answer.is_complete
-    module = hlo_module.parse(text, choices=choices, has_cycles=has_cycles)
-    inputs = input_roles.select_used(answer.program.text, step.inputs, step.num_donated)
-    simulated = timeline.simulate(module, mesh, chip)
-    time = None if chip is None else step_time.estimate(module, chip, simulated)
-    return _Figures(
-        memory.report(answer.program, module, inputs, chip, mesh),
-        time,
-        tuple(collective_traffic.uses(simulated)),
-        (
-            *plan_notes.on_unknowns(module, time),
-            *plan_notes.on_copies(module, simulated, time, [leaf.name for leaf in inputs]),
-        ),
-    )

@@ -103,6 +103,7 @@ class PlanMethods(StrategyBase):
         cache: bool | str | Path = True,
         in_process: bool = False,
         complete: bool = False,
+        extrapolate: bool = False,
         calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
         progress: Progress | None = None,
     ) -> Plan:
@@ -139,6 +140,10 @@ class PlanMethods(StrategyBase):
                 which is not known; times are less exact. A plan is always complete if less than
                 5 % of the memory is free, if it has convolutions in groups of features, and on
                 devices of this process.
+            extrapolate: Whether to compile only 6 and 8 of 24 or more equal layers that are
+                written out, without `lax.scan`, and to extrapolate the figures; a note says so.
+                The complete step is compiled if it has no such layers, or if less than 5 % of the
+                memory is free.
             calibration: Report of `tpudist doctor --accelerator` on a TPU of this generation, or a
                 profiler trace: its path or content. Its rates replace the published ones.
             progress: Called with the current activity and its seconds. By default a terminal or a
@@ -147,8 +152,8 @@ class PlanMethods(StrategyBase):
         Raises:
             FileNotFoundError: If `calibration` is a path without a file.
             ValueError: If `calibration` is not a report of this generation of TPUs, the topology
-                does not exist, or arguments or the strategy cannot be moved to it. `plan` also
-                raises the errors of `run`.
+                does not exist, `extrapolate` and `in_process` are both passed, or arguments or the
+                strategy cannot be moved to it. `plan` also raises the errors of `run`.
             ImportError: If libtpu is missing, or is not the version for this JAX.
             RuntimeError: If it is called in a replica function or in the scope of another strategy,
                 or the compiler failed for another reason than memory.
@@ -171,6 +176,7 @@ class PlanMethods(StrategyBase):
                 in_process=in_process,
                 calibration=measured,
                 complete=complete,
+                extrapolate=extrapolate,
             )
             program = keras_scope.open_program(fn, args, kwargs or {}, None, topology, self)
             if program is not None:

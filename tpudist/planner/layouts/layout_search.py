@@ -69,6 +69,7 @@ def search(
     model_flops: float | None = None,
     cache: bool | str | Path = True,
     complete: bool = False,
+    extrapolate: bool = False,
     calibration: str | Path | Mapping[str, Any] | Calibration | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:
@@ -101,6 +102,7 @@ def search(
         cache: Same as in `Strategy.plan`. If False, a program of two candidates is still compiled
             only once.
         complete: Same as in `Strategy.plan`.
+        extrapolate: Same as in `Strategy.plan`.
         calibration: Same as in `Strategy.plan`.
         progress: Called with the current activity and its seconds. By default a terminal or a
             notebook shows them.
@@ -123,6 +125,7 @@ def search(
         "tokens_per_step": tokens_per_step,
         "model_flops": model_flops,
         "complete": complete,
+        "extrapolate": extrapolate,
         "calibration": measured,
     }
     started = time.monotonic()

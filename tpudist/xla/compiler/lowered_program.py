@@ -1,5 +1,7 @@
 """Reads facts about a lowered program that JAX has, but does not make public."""
 
+import copy
+import io
 import math
 import re
 from dataclasses import dataclass
@@ -8,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
+from jaxlib.mlir import ir
 
 # Such as `sdy.mesh @mesh = <["data"=4, "model"=2]>`. A mesh that has the devices of the program in
 # another order has their numbers, too.
@@ -80,6 +83,24 @@ def inputs_of(lowered: jax.stages.Lowered) -> list[ProgramInput]:
         ProgramInput(i, names[i], x.shape, x.dtype, _read_sharding(sharding), is_donated)
         for i, x, sharding, is_donated in zip(used, arrays, shardings, donated, strict=True)
     ]
+
+
+def copy_module(lowered: jax.stages.Lowered) -> ir.Module:
+    """Returns a copy of the MLIR module of a program, which may be changed."""
+    module: Any = lowered.compiler_ir("stablehlo")
+    bytecode = io.BytesIO()
+    module.operation.write_bytecode(bytecode)
+    return ir.Module.parse(bytecode.getvalue(), module.context)
+
+
+def with_module(lowered: jax.stages.Lowered, module: ir.Module) -> jax.stages.Lowered:
+    """Returns a program with another module of the same inputs and results."""
+    other = copy.copy(lowered)
+    lowering = other._lowering = copy.copy(_read_lowering(lowered))
+    lowering._hlo = module
+    if other.compiler_ir("stablehlo") is not module:
+        raise _unknown_version("cannot change it")
+    return other
 
 
 def _read_sharding(sharding: Any) -> Sharding | None:
