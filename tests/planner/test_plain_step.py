@@ -93,6 +93,20 @@ def test_a_step_of_another_library_is_planned_as_it_is(make):
     )
 
 
+def test_arrays_that_a_step_closes_over_are_noted():
+    """They are constants of the program, so its arguments lack their bytes."""
+    weights = [np.ones((512, 512), np.float32), jnp.ones((512, 512))]
+
+    def notes_on(weights):
+        step = jax.jit(lambda x: [x @ w for w in weights])
+        plan = planner.plan(step, jax.ShapeDtypeStruct((8, 512), jnp.float32))
+        return [x for x in plan.notes if "closes over" in x]
+
+    assert notes_on([weights[0][:, :8]]) == []
+    (note,) = notes_on([*weights, *weights])
+    assert "does not receive 2.00 MiB of arrays" in note
+
+
 @pytest.mark.libtpu
 @pytest.mark.parametrize("has_own_mesh", [False, True])
 def test_a_variable_in_two_arguments_counts_once(has_own_mesh):

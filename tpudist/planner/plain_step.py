@@ -33,10 +33,13 @@ from tpudist.planner.plain_program import (
 )
 from tpudist.planner.plan_record import Plan
 from tpudist.planner.show.progress import Progress, show_progress
+from tpudist.programs import jaxprs
 from tpudist.xla.compiler import compiler_process
 from tpudist.xla.compiler.visible_devices import means_absent_devices
+from tpudist.xla.estimate.sizes import format_bytes
 from tpudist.xla.hardware import slices
 
+_NOTED_CONSTANT_BYTES = 2**20
 _RULE_OF_LOWERED = (
     "A lowered program keeps its kind of devices. Pass the function, or what its `trace` returns; "
     "or lower it for a mesh of tpudist.planner.devices."
@@ -228,7 +231,7 @@ def _plan_call(
         closed=lowered.closed,
         compiler_options=request.compiler_options,
     )
-    notes = _notes_on_devices(request.topology, mesh)
+    notes = _notes_on_devices(request.topology, mesh) + _notes_on_constants(lowered.closed)
     return plan_builder.plan_lowered(step, mesh, 1, notes, request, report, trace_s)
 
 
@@ -256,4 +259,19 @@ def _notes_on_devices(topology: str | None, mesh: Mesh) -> tuple[str, ...]:
     return (
         f"The program uses {mesh.size} of the {size} devices of {topology}: the step and its "
         "arguments have no shardings for more. Pass mesh= and in_shardings=.",
+    )
+
+
+def _notes_on_constants(program: jaxprs.ClosedJaxpr | None) -> tuple[str, ...]:
+    if program is None:
+        return ()
+    arrays = {id(x): x.nbytes for x in jaxprs.constants_of(program) if hasattr(x, "nbytes")}
+    num_bytes = sum(arrays.values())
+    if num_bytes < _NOTED_CONSTANT_BYTES:
+        return ()
+    return (
+        f"The step does not receive {format_bytes(num_bytes)} of arrays as arguments: it closes "
+        "over them, or they belong to the object of a method. They are constants of the "
+        "program, whose bytes the plan omits. Pass them as arguments; for a method, plan the "
+        "jitted function that it calls.",
     )
