@@ -101,9 +101,10 @@ class DeviceAccount:
 
     # Bytes and operations.
 
-    def _spend_bytes(self, num_bytes: float) -> None:
+    def _spend_bytes(self, num_bytes: float, *, moves: bool = False) -> None:
+        seconds_of = self.network.move_seconds if moves else self.network.loop_seconds
         self.cost.hbm_bytes += num_bytes
-        self.cost.compute_s += self.network.loop_seconds(num_bytes)
+        self.cost.compute_s += seconds_of(num_bytes)
 
     def _read(self, sources: Iterable[Buffer], *, is_loop: bool = True) -> float:
         """Returns the bytes that an operation reads from HBM.
@@ -156,12 +157,20 @@ class DeviceAccount:
             self.cost.slack_s -= hidden
             self.cost.exposed_s += seconds - hidden
 
-    def read_and_write(self, values: Sequence[Value], result: Value) -> Value:
-        """Returns the result of an operation that is bound by memory."""
+    def read_and_write(
+        self, values: Sequence[Value], result: Value, *, moves: bool = False
+    ) -> Value:
+        """Returns the result of an operation that is bound by memory.
+
+        Args:
+            values: The operands.
+            result: Shape of the result.
+            moves: Whether it moves elements to other places.
+        """
         num_bytes = self._read(frozenset().union(*(value.reads for value in values)))
         written = self.new_value(result)
         num_bytes += sum(self._on_chip.keep(x, x.num_bytes) for x in written.reads)
-        self._spend_bytes(num_bytes)
+        self._spend_bytes(num_bytes, moves=moves)
         return written
 
     def overwrite(self, value: Value, update: Value) -> None:

@@ -228,7 +228,7 @@ class ElementRules(WalkState):
                 if len(value.shape) == len(axes):
                     axes, _ = _keep_dims(value, self.block.arrays[number].shape, array)
                     break
-            results.append(self.read_and_write(values, self.local(array, axes)))
+            results.append(self.read_and_write(values, self.local(array, axes), moves=True))
             values = []  # one operation reads them once
         return results
 
@@ -291,7 +291,7 @@ class ElementRules(WalkState):
         table = self.reshard(table, tuple(tuple(n for n in x if n in keep) for x in table.axes))
         result = self.local(array, tuple(axes))
         result.partial = frozenset(rows)
-        found = self.read_and_write([self.part(table, result), indices], result)
+        found = self.read_and_write([self.part(table, result), indices], result, moves=True)
         return [self.sum(found, self.wanted[operation.outputs[0]])]
 
 

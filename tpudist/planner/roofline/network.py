@@ -110,10 +110,18 @@ class Network:
         at_rate_s = flops / self.rates.flops_per_s((kind,))
         hbm_s = num_bytes / self.rates.hbm_bytes_per_s
         seconds, reads = max(at_rate_s, hbm_s), hbm_s > at_rate_s and dims is not None
-        return seconds + instruction_time.product_overhead_s(seconds, reads=reads)
+        overhead_s = instruction_time.product_overhead_s(seconds, reads=reads)
+        if not num_bytes:
+            overhead_s = min(overhead_s, self.rates.vmem_overhead_s(seconds))
+        return seconds + overhead_s
 
     def loop_seconds(self, num_bytes: float) -> float:
-        """Returns the time of an operation that only moves bytes to and from HBM."""
+        """Returns the time of a loop over elements, which waits before it reads and writes HBM."""
+        seconds = num_bytes / self.rates.hbm_bytes_per_s
+        return seconds + 2 * instruction_time.COPYING_STEP_S if seconds else 0.0
+
+    def move_seconds(self, num_bytes: float) -> float:
+        """Returns the time of an operation that moves bytes to other places, such as a gather."""
         seconds = num_bytes / self.rates.hbm_bytes_per_s
         return seconds + instruction_time.other_overhead_s(seconds)
 

@@ -267,7 +267,7 @@ class WalkState(DeviceAccount, abc.ABC):
         dims = {dim for dim, names in enumerate(value.axes) if moved & {*names}}
         if len(dims) == 1:
             self.communicate("all-to-all", num_bytes, axes)
-            self._spend_bytes(2 * num_bytes)  # a copy puts the parts in order
+            self._spend_bytes(2 * num_bytes, moves=True)  # a copy puts the parts in order
             return
         # Two dims swap their axes: the devices of equal parts swap their values. If one axis is
         # larger, its rest moves by an all-to-all, and the parts move once more.

@@ -201,7 +201,7 @@ class Rates:
                 seconds = max(seconds, passes_s / share)
                 overhead_s = product_overhead_s(seconds, reads=reads)
                 if not hbm_traffic.uses(module, instruction):
-                    overhead_s = min(overhead_s, self._vmem_overhead_s(seconds))
+                    overhead_s = min(overhead_s, self.vmem_overhead_s(seconds))
                 seconds += overhead_s
             peak_s = at_rate_s * self.matmul_share
             return Price(seconds, "matmul", num_flops, num_bytes, peak_s, guess)
@@ -288,12 +288,12 @@ class Rates:
             return 0.0
         moves = vector_work.count(module, instruction) is None
         if not hbm_traffic.uses(module, instruction):
-            return self._vmem_overhead_s(seconds, moves=moves)
+            return self.vmem_overhead_s(seconds, moves=moves)
         if _is_product(instruction):
             return product_overhead_s(seconds, reads=True)
         return other_overhead_s(seconds) if moves else 2 * COPYING_STEP_S
 
-    def _vmem_overhead_s(self, seconds: float, *, moves: bool = False) -> float:
+    def vmem_overhead_s(self, seconds: float, *, moves: bool = False) -> float:
         """Returns what an instruction without an array in HBM adds to its time (rule 7)."""
         share = _VMEM_MOVE_OVERHEAD if moves else _VMEM_OVERHEAD
         return share * seconds + _START_CYCLES / self.chip.cycles_per_s
