@@ -168,6 +168,22 @@ def test_a_manual_gather_has_the_sizes_of_the_devices():
     assert found.waits_s == pytest.approx(gathered)
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_parts_of_a_split_dim_stay_split(joins):
+    """XLA exchanges the parts of slices. To join values, it splits them along another dim."""
+
+    def step(x):
+        first, second = (x, x + 1) if joins else jnp.split(x, 2, axis=1)
+        return jnp.concatenate([first, second], axis=1) if joins else first * second
+
+    devices, axes = network(tensor=8), frozenset(["tensor"])
+    found = estimate(program(step, ((ROWS, WIDTH), ((), ("tensor",)))), devices)
+    size = 2.0 * ROWS * WIDTH / 8
+    exchanges = [size, size, 2 * size] if joins else [size / 2, size / 2]
+    kind = "all-to-all" if joins else "collective-permute"
+    assert found.waits_s == pytest.approx(sum(devices.seconds(kind, x, axes) for x in exchanges))
+
+
 def test_operands_that_are_all_repeated_split_their_result():
     def step(x, y, w):
         return (x * y) @ w

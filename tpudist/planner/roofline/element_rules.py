@@ -23,6 +23,7 @@ from tpudist.planner.roofline.walk_state import WalkState
 _LINEAR = frozenset(
     "add add_any sub neg mul div select_n convert_element_type copy reduce_precision".split()
 )
+_SLICES = ("slice", "split")
 
 
 class ElementRules(WalkState):
@@ -153,14 +154,35 @@ class ElementRules(WalkState):
 
     def _part(self, operation: Operation) -> list[Value]:
         """Applies an operation whose result has a part of the operand, such as a slice."""
-        value = self._whole_where_changed(operation)
         before = self.block.arrays[operation.inputs[0]].shape
+        arrays = self.arrays(operation)
+        if operation.name in _SLICES:
+            value = self.value(operation.inputs[0])
+            changed = {i for a in arrays for i, size in enumerate(a.shape) if size != before[i]}
+            counts = {i: num_parts(value.axes[i], self.sizes) for i in changed}
+            if all(a.shape[i] % count == 0 for a in arrays for i, count in counts.items()):
+                return [self._slice(value, array, counts) for array in arrays]
+        value = self._whole_where_changed(operation)
         results = []
-        for array in self.arrays(operation):
+        for array in arrays:
             axes, shape = _keep_dims(value, before, array)
             result = dataclasses.replace(value, axes=axes, shape=shape, origin=None)
             results.append(self.part(value, result) if value.reads else result)
         return results
+
+    def _slice(self, value: Value, array: Array, counts: dict[int, int]) -> Value:
+        """Returns a slice that is split like its operand; the devices exchange its parts."""
+        sizes = enumerate(value.shape)
+        shape = tuple(array.shape[i] // counts[i] if i in counts else size for i, size in sizes)
+        result = dataclasses.replace(value, shape=shape, origin=None)
+        if not value.reads:
+            return result
+        result = self.part(value, result)
+        names = frozenset(name for i in counts for name in value.axes[i])
+        if not names:
+            return result
+        self.communicate("collective-permute", result.num_bytes, names)
+        return self.new_value(result)
 
     def _whole_where_changed(self, operation: Operation) -> Value:
         """Returns the operand, gathered along dims whose size the operation changes."""
@@ -258,6 +280,12 @@ class ElementRules(WalkState):
         is_stack = len(values[0].shape) < len(array.shape)
         largest = max(values, key=lambda v: v.num_bytes)
         axes = largest.axes if is_stack else _without(largest.axes, {dim})
+        names = () if is_stack else largest.axes[dim]
+        if names and all(v.axes == largest.axes for v in values):
+            # XLA splits another dim, concatenates, and splits this dim again.
+            axes = largest.axes
+            for value in (*values, self.local(array, axes)):
+                self.communicate("all-to-all", value.num_bytes, frozenset(names))
         moved = [self.reshard(v, axes) for v in values]
         if is_stack:
             axes = (*axes[:dim], (), *axes[dim:])

@@ -17,6 +17,8 @@ The rules, fixed before any comparison with compiled programs:
    all-reduce, or with a reduce-scatter where each needs only its part
    (`Network.scatters_sums`). It runs where the product is; over replicas it runs once, where the
    state changes. Operations with the same scalar operand and shape are split alike (`hints.link`).
+   Slices of a split dim stay split, and so do values that are joined along one: the devices
+   exchange parts (`HandleSlice` of XLA's `spmd_partitioner.cc`; programs of libtpu 0.0.50).
 4. Gathers run in parallel with earlier products of their block on chips that do so: there the next
    operand is gathered meanwhile, so the first one of a loop's body is waited for. A `ppermute`
    starts when its operand exists, and runs in parallel with the products until its result is read.
@@ -238,6 +240,7 @@ _RULES: dict[str, _Rule] = {
     "iota": Walk._broadcast,
     "rev": Walk._part,
     "slice": Walk._part,
+    "split": Walk._part,
     "dynamic_slice": Walk._part,
     "unstack": Walk._unstack,
     "dynamic_update_slice": Walk._update,
