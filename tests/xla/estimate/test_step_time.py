@@ -14,6 +14,7 @@ from tpudist.xla.estimate import (
     microbenchmarks,
     step_time,
     timeline,
+    vector_work,
 )
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
@@ -484,6 +485,29 @@ def test_a_comparison_of_all_pairs_takes_the_operations_of_the_vector_units(has_
     estimate = _estimate(dataclasses.replace(module, has_cycles=has_cycles), _one("v5e"), chip)
     compares_s = 2 * 65536 * 1024 / (4 * 1024 * chip.cycles_per_s)
     assert compares_s <= estimate.step_s < 1.05 * compares_s
+
+
+@pytest.mark.parametrize(
+    ("result", "operation", "moves"),
+    [
+        ("f32[8,16,32,128]{3,2,0,1:T(8,128)}", "copy(%a)", False),  # complete tiles
+        ("f32[8,16,32,128]{2,3,1,0:T(8,128)}", "copy(%a)", True),
+        ("f32[8,16,40,128]{3,2,1,0:T(8,128)}", "pad(%a, %zero), padding=0_0x0_0x0_8x0_0", False),
+        ("f32[8,16,32,128]{3,2,1,0:T(8,128)}", "reverse(%a), dimensions={3}", True),
+        (
+            "c64[8,16,32,128]{3,2,1,0:T(8,128)}",
+            'custom-call(%a, %a), custom_call_target="X64Combine"',
+            False,
+        ),
+    ],
+)
+def test_only_numbers_that_change_their_place_in_a_tile_move(result, operation, moves):
+    module = hlo_programs.program(
+        "%a = f32[8,16,32,128]{3,2,1,0:T(8,128)} parameter(0)",
+        "%zero = f32[] constant(0)",
+        f"%x = {result} {operation}",
+    )
+    assert (vector_work.count(module, hlo_programs.last(module)) is None) == moves
 
 
 VMEM_LOOP = """%inside (p: f32[512,4,16], i: s32[]) -> f32[4,16] {
