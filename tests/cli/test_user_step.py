@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tpudist import planner
 from tpudist.cli import user_step
 from tpudist.cli.errors import WrongUse
 
@@ -73,7 +74,7 @@ def test_a_program_that_was_traced_is_planned(load, name):
 )
 def test_the_error_shows_the_function_to_write(load, name, message):
     with pytest.raises(WrongUse, match=message):
-        load(name)(None)
+        load(name)(planner.Candidate("v5e-128", {}, "none", 1, ()))
 
 
 def test_flags_of_absl_have_their_defaults(tmp_path, monkeypatch):

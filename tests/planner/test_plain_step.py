@@ -107,6 +107,10 @@ def test_arrays_that_a_step_closes_over_are_noted():
     assert "does not receive 2.00 MiB of arrays" in note
 
 
+def test_print_shows_the_report_of_a_plan():
+    assert "sum fits" in str(planner.plan(jnp.sum, X)).splitlines()[0]
+
+
 @pytest.mark.libtpu
 @pytest.mark.parametrize("has_own_mesh", [False, True])
 def test_a_variable_in_two_arguments_counts_once(has_own_mesh):

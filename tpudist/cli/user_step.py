@@ -126,7 +126,7 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
             if means_no_memory(error):
                 text = f"{name} failed: {format_error(error)}{_RULE_OF_MEMORY}"
                 raise WrongUse(text) from error
-            if num_required and not _takes_candidate(make_step):
+            if num_required and Candidate.__name__ in str(error):
                 raise WrongUse(
                     f"{name} failed when it was called with a candidate, as make_step(candidate): "
                     f"{format_error(error)}. If it is not such a function, it is "

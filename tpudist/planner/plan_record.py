@@ -12,6 +12,7 @@ from tpudist.planner.plan_figures import PlanFigures
 
 JSON_VERSION = 1
 """Format of `to_json`. Raise it if a field changes its meaning."""
+_TEXT_WIDTH = 100  # of `print(plan)`; `rich.print` uses the width of the terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +99,14 @@ class Plan(PlanFigures):
         from tpudist.planner.show.terminal import TerminalReport
 
         return TerminalReport(describe_plan(self))
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=_TEXT_WIDTH, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()
 
     def _repr_html_(self) -> str:
         from tpudist.planner.show.html import format_html
