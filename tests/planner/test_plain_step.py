@@ -107,6 +107,13 @@ def test_arrays_that_a_step_closes_over_are_noted():
     assert "does not receive 2.00 MiB of arrays" in note
 
 
+def test_a_step_without_results_is_noted():
+    """With `jax.jit`, updates of NNX objects are lost, and the compiler removes everything."""
+    (note,) = planner.plan(jax.jit(lambda x: None), X).notes
+    assert "its program is empty" in note
+    assert planner.plan(jax.jit(lambda x: jax.debug.print("{}", x.sum())), X).notes == ()
+
+
 def test_print_shows_the_report_of_a_plan():
     assert "sum fits" in str(planner.plan(jnp.sum, X)).splitlines()[0]
 

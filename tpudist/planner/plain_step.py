@@ -231,7 +231,7 @@ def _plan_call(
         closed=lowered.closed,
         compiler_options=request.compiler_options,
     )
-    notes = _notes_on_devices(request.topology, mesh) + _notes_on_constants(lowered.closed)
+    notes = _notes_on_devices(request.topology, mesh) + _notes_on_values(lowered.closed)
     return plan_builder.plan_lowered(step, mesh, 1, notes, request, report, trace_s)
 
 
@@ -262,9 +262,14 @@ def _notes_on_devices(topology: str | None, mesh: Mesh) -> tuple[str, ...]:
     )
 
 
-def _notes_on_constants(program: jaxprs.ClosedJaxpr | None) -> tuple[str, ...]:
+def _notes_on_values(program: jaxprs.ClosedJaxpr | None) -> tuple[str, ...]:
     if program is None:
         return ()
+    if not (program.jaxpr.outvars or program.effects):
+        return (
+            "The step returns nothing, so its program is empty. Return the new state; to update "
+            "NNX objects in place, use nnx.jit instead of jax.jit.",
+        )
     arrays = {id(x): x.nbytes for x in jaxprs.constants_of(program) if hasattr(x, "nbytes")}
     num_bytes = sum(arrays.values())
     if num_bytes < _NOTED_CONSTANT_BYTES:
