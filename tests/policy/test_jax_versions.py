@@ -357,6 +357,7 @@ def test_the_door_is_open(name):
 OF_OTHERS = {
     "_lowering": "xla/compiler/lowered_program.py",
     "_compiler_options_kvs": "xla/compiler/lowered_program.py",
+    "_hlo": "xla/compiler/lowered_program.py",
     "_device_list": "xla/compiler/lowered_program.py",
     "_donated_invars": "xla/compiler/lowered_program.py",
     "_internal_use_concrete_mesh": "xla/internals.py",

@@ -1,7 +1,7 @@
 """Extrapolates the figures of a program with few layers to more layers.
 
-Each figure is a line through its values for two numbers of layers. So are the figures of each entry
-of a list, which is known by its kind and source line.
+Each figure is a line through its values for two numbers of layers. Entries of lists, such as
+transfers, are matched by their kind and source line.
 """
 
 import dataclasses
@@ -84,13 +84,14 @@ def from_few_layers(
 def extrapolate_memory(few: MemoryReport, more: MemoryReport, distance: float) -> MemoryReport:
     """Returns the memory `distance` times as far from `more` as `more` is from `few`."""
     memory = _fields_at(few, more, distance)
-    return dataclasses.replace(memory, largest=_sorted(memory.largest, "num_bytes"))
+    return dataclasses.replace(memory, largest=_sort(memory.largest, "num_bytes"))
 
 
 def extrapolate_time(few: TimeEstimate, more: TimeEstimate, distance: float) -> TimeEstimate:
     """Returns the time `distance` times as far from `more` as `more` is from `few`.
 
-    The error bar has the same share of the step as that of `more`, and one more cause.
+    The width of the error bar, as a share of the step, is taken from `more`; the extrapolation adds
+    a cause.
     """
     time = _fields_at(few, more, distance)
     step_s = max(time.step_s, time.memory_bound_s, time.peak_bound_s)
@@ -104,8 +105,8 @@ def extrapolate_time(few: TimeEstimate, more: TimeEstimate, distance: float) -> 
         low_s=more.low_s and step_s - math.hypot(step_s - ratio * more.low_s, own.low_s),
         high_s=more.high_s and step_s + math.hypot(ratio * more.high_s - step_s, own.high_s),
         causes=tuple(sorted(causes, key=lambda x: -x.low_s - x.high_s)),
-        top=_sorted(top, "seconds"),
-        guessed=_sorted(time.guessed, "seconds"),
+        top=_sort(top, "seconds"),
+        guessed=_sort(time.guessed, "seconds"),
     )
 
 
@@ -137,7 +138,7 @@ def _kind_of_transfer(use: CollectiveUse) -> Hashable:
 
 
 def _fields_at(few: _T, more: _T, distance: float) -> _T:
-    """Extrapolates the numbers of a dataclass; its other fields are those of `more`."""
+    """Extrapolates the numbers of a dataclass; takes other fields from `more`."""
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(more):
         x, y = getattr(few, field.name), getattr(more, field.name)
@@ -183,5 +184,5 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
 
 
-def _sorted(entries: Iterable[_T], field: str) -> tuple[_T, ...]:
+def _sort(entries: Iterable[_T], field: str) -> tuple[_T, ...]:
     return tuple(sorted(entries, key=lambda x: getattr(x, field), reverse=True))

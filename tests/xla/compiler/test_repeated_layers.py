@@ -1,4 +1,4 @@
-"""A program that keeps n of its layers has the operations of one that was written with n."""
+"""Keeping n layers of a program gives the operations of a program written with n layers."""
 
 import collections
 import re
@@ -83,7 +83,7 @@ def count(lowered, operations="dot|tanh|sine|cosine|while|sqrt|xor"):
         pytest.param(with_scan, 1, marks=pytest.mark.slow),
     ],
 )
-def test_layers_that_stay_are_those_of_a_smaller_program(layer, microbatches):
+def test_kept_layers_equal_a_smaller_program(layer, microbatches):
     period = 3 if layer is alternating else 1
     layers = RepeatedLayers(lower(layer, 10 * period, microbatches))
     assert layers.num_layers == 10

@@ -4,15 +4,16 @@ The layers of a model that is written out, without `lax.scan`, are equal operati
 another: forward, backward and in the optimizer. Three steps find and remove them, in the block of
 the program that has most of them:
 
-1. The longest periodic run of products, calls and loops, which are equal with all operations
-   between them, gives the period: each corresponds to the one a period later, in the next layer.
-2. Values that corresponding operations use or compute correspond, and so do the operations that
-   compute or use these, if they are equal. The correspondence spreads to all operations of layers.
-3. The last layers are removed. What used their values uses the corresponding value of a layer that
-   stays; of two, the one that is computed first.
+1. The longest periodic run of products, calls and loops, with equal operations between them, gives
+   the period. Each of them corresponds to the one a period later, in the next layer.
+2. If two operations correspond, their operands and their results correspond. If two values
+   correspond, equal operations that compute or use them correspond. This reaches all operations of
+   the layers.
+3. The last layers are removed. Their users get the corresponding value of a remaining layer. If two
+   layers have one, they get the value that is computed first.
 
-The inputs and results of the program stay, so that their memory counts: a result of a removed layer
-is the input that it updates, or that of another layer.
+The inputs and results of the program stay, so that their memory counts. The result of a removed
+layer becomes the input that it updates, or the result of another layer.
 """
 
 import collections
@@ -30,7 +31,7 @@ from tpudist.xla.compiler import lowered_program
 MIN_LAYERS = 8
 """Fewer repetitions may be parts of a layer, such as its products."""
 
-# Operations of which each layer has some.
+# Each layer has some of these operations.
 _MARKERS = {
     "stablehlo.dot_general",
     "stablehlo.convolution",
@@ -121,7 +122,7 @@ class RepeatedLayers:
 
     def _find_layers(self) -> int:
         markers = [x for x in self._statements if x.name in _MARKERS]
-        # Products of equal shapes differ in what is between them.
+        # Operations between two products tell products of equal shapes apart.
         parts = itertools.pairwise([-1, *(x.number for x in markers)])
         texts = [tuple(x.label for x in self._statements[a + 1 : b + 1]) for a, b in parts]
         kinds = {text: kind for kind, text in enumerate(texts)}
@@ -181,7 +182,7 @@ class RepeatedLayers:
                 votes = collections.Counter(
                     numbered[y] - place
                     for place, x in enumerate(chain)
-                    for y in self._connected(x)
+                    for y in self._neighbor_numbers(x)
                     if y in numbered and min(0, gap) <= numbered[y] - place <= max(0, gap)
                 )
                 (start, most), (_, second) = (*votes.most_common(2), (0, 0), (0, 0))[:2]
@@ -194,7 +195,7 @@ class RepeatedLayers:
             others = waiting
         return num_layers
 
-    def _connected(self, statement: _Statement) -> Iterator[int]:
+    def _neighbor_numbers(self, statement: _Statement) -> Iterator[int]:
         """Yields the numbers of the statements that compute what one uses, and use its results."""
         yield from (x[0] for x in statement.operands if x is not None)
         for i in range(statement.num_results):
@@ -234,8 +235,8 @@ class RepeatedLayers:
             # In the direction in which values are computed earlier: backward, in the next layer.
             is_forward = self._previous.get(found, found) < found
             directions = [self._previous, self._next]
-            # A sum of scalars over the layers, perhaps in the order of their names, goes on without
-            # this layer.
+            # A sum of scalars over the layers may be in the order of their names. Leave out this
+            # layer.
             is_sum = statement.name == _SUM and not self._types[found].shape
             for neighbors in directions if is_forward else reversed(directions):
                 other = None if is_sum else self._follow(found, neighbors, removed)
