@@ -388,8 +388,8 @@ def test_jit_reduces_the_gradient_of_a_shared_weight_once_per_use():
     assert more == pytest.approx(1024 * 128 * 4, rel=0.01)
 
 
-def test_jit_reduces_the_gradient_of_a_lookup_over_all_axes():
-    """In a replica, XLA gathers the rows of the gradient over the axes that split the batch."""
+def test_jit_reduces_the_gradient_of_a_lookup_over_all_axes_at_once():
+    """XLA reduces it inside each replica, and `pmean` reduces it over the replicas."""
 
     def loss_fn(params, x, y):
         return mean_loss(jnp.tanh(params["table"][y] + x @ params["w"]), y)
@@ -403,7 +403,7 @@ def test_jit_reduces_the_gradient_of_a_lookup_over_all_axes():
         return {x.axes for x in plan.collectives if x.kind == "all-reduce" and x.num_bytes > 4096}
 
     assert ("data", "fsdp") in reduced(plain)
-    assert reduced(twin) == {("replica",)}
+    assert reduced(twin) == {("fsdp",), ("replica",)}
 
 
 def test_jit_reduces_the_gradients_of_scanned_layers_one_by_one():
