@@ -97,6 +97,11 @@ def test_transfers_of_one_line_are_one():
     assert found.sent_bytes == 240 * 1.75
 
 
+def test_a_step_without_layers_is_compiled_completely():
+    notes = planner.plan(jnp.sin, ROWS, topology="v5e-1", extrapolate=True).notes
+    assert extrapolation.NOTE_ON_COMPLETE_STEP in notes
+
+
 def test_an_executable_needs_all_layers():
     with pytest.raises(ValueError, match="omit one of them"):
         planner.plan(jnp.sin, ROWS, topology="v5e-1", extrapolate=True, in_process=True)

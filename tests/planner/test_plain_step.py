@@ -108,7 +108,7 @@ def test_arrays_that_a_step_closes_over_are_noted():
 
 
 def test_a_step_without_results_is_noted():
-    """With `jax.jit`, updates of NNX objects are lost, and the compiler removes everything."""
+    """`jax.jit` loses updates of NNX objects, so the compiler removes the whole program."""
     (note,) = planner.plan(jax.jit(lambda x: None), X).notes
     assert "its program is empty" in note
     assert planner.plan(jax.jit(lambda x: jax.debug.print("{}", x.sum())), X).notes == ()

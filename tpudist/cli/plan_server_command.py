@@ -106,7 +106,7 @@ def run(options: Options) -> int:
 def _check_slots(options: Options, config: TransformerConfig) -> None:
     answer = options.output_length
     if config.attention_window is not None and all(config.layers_with_window or (True,)):
-        answer = 0  # no layer reads what is older than its window, so new tokens may replace it
+        answer = 0  # layers read only their windows, so new tokens may replace older ones
     needed = options.prompt_length + answer
     if options.slots is not None and options.slots < needed:
         raise WrongUse(

@@ -29,6 +29,10 @@ _MIN_LAYERS = 24  # fewer are compiled as fast as both programs
 # Largest share of the memory in use for which figures are extrapolated: beyond it, the compiler
 # changes the program to save memory.
 _MAX_SHARE = 0.95
+NOTE_ON_COMPLETE_STEP = (
+    f"Nothing was extrapolated: fewer than {_MIN_LAYERS} equal layers were found, or they would "
+    f"use more than {_MAX_SHARE:.0%} of the memory. The complete step was compiled."
+)
 _T = TypeVar("_T", bound=Any)
 # Largest error of a step, rounded up: 0.1 to 0.9 % for four steps of 32 layers, and 3.8 % for a
 # language model of 80.

@@ -33,9 +33,7 @@ from tpudist.programs import jaxprs
 from tpudist.run.step_cache import Replicator
 from tpudist.xla.compiler.visible_devices import show_devices
 from tpudist.xla.devices import slice_index
-from tpudist.xla.estimate import (
-    refusal,
-)
+from tpudist.xla.estimate import refusal
 from tpudist.xla.estimate.memory import InputLeaf
 from tpudist.xla.hardware import chips
 
@@ -148,6 +146,8 @@ def plan_lowered(
     found = None
     if request.extrapolate:
         found = extrapolation.from_few_layers(step.lowered, compile_and_read)
+        if found is None:
+            notes = (*notes, extrapolation.NOTE_ON_COMPLETE_STEP)
     answer, figures = found or compile_and_read(step.lowered)
     flops, narrow, notes_on_flops = _count_flops(request, step, num_replicas)
     notes = (

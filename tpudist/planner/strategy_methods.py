@@ -141,9 +141,9 @@ class PlanMethods(StrategyBase):
                 5 % of the memory is free, if it has convolutions in groups of features, and on
                 devices of this process.
             extrapolate: Whether to compile only 6 and 8 of 24 or more equal layers that are
-                written out, without `lax.scan`, and to extrapolate the figures; a note says so.
-                The complete step is compiled if it has no such layers, or if less than 5 % of the
-                memory is free.
+                written out, without `lax.scan`, and to extrapolate the figures. The complete
+                step is compiled if it has no such layers, or if less than 5 % of the memory is
+                free. The plan has a note about which was done.
             calibration: Report of `tpudist doctor --accelerator` on a TPU of this generation, or a
                 profiler trace: its path or content. Its rates replace the published ones.
             progress: Called with the current activity and its seconds. By default a terminal or a

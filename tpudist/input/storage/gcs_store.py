@@ -45,7 +45,7 @@ class GCSStore(ObjectStore):
 
     async def _list(self, start: str, is_deep: bool, token: str | None) -> Page[ObjectFacts | None]:
         bucket, _, prefix = start.removeprefix(_PREFIX).partition("/")
-        # gcsfs leaves out each argument that is None.
+        # gcsfs omits arguments whose value is None.
         page = await filesystems.get_json_from_gcs(
             self._filesystem,
             "b/{}/o",

@@ -17,8 +17,8 @@ The rules, fixed before any comparison with compiled programs:
    all-reduce, or with a reduce-scatter where each needs only its part
    (`Network.scatters_sums`). It runs where the product is; over replicas it runs once, where the
    state changes. Operations with the same scalar operand and shape are split alike (`hints.link`).
-   Slices of a split dim stay split, and so do values that are joined along one: the devices
-   exchange parts (`HandleSlice` of XLA's `spmd_partitioner.cc`; programs of libtpu 0.0.50).
+   Slices of a split dim stay split. Values that are joined along a split dim stay split, too. The
+   devices exchange parts (`HandleSlice` of XLA's `spmd_partitioner.cc`; programs of libtpu 0.0.50).
 4. Gathers run in parallel with earlier products of their block on chips that do so: there the next
    operand is gathered meanwhile, so the first one of a loop's body is waited for. A `ppermute`
    starts when its operand exists, and runs in parallel with the products until its result is read.
@@ -73,7 +73,7 @@ class Walk(ProductRules):
         return self._unknown(operation)
 
     scales: dict[Shape, float] | None = None
-    """In a `shard_map`, how many elements an array of a shape has for each one in the trace."""
+    """In a `shard_map`: by shape, the number of elements of an array per element of the trace."""
 
     def _inner(self, operation: Operation, which: int, depth: int) -> "Walk":
         body = Walk(operation.bodies[which], self.network, self.traced, self.lazy, depth)

@@ -51,8 +51,8 @@ class _Statement:
     """An operation of the block.
 
     Attributes:
-        number: Its place in the block.
-        name: Name of the operation.
+        number: The place of the operation in the block.
+        name: The name of the operation, such as "stablehlo.add".
         label: Number that equal operations share.
         operands: Used values, also those in regions; None for values of the regions themselves.
         num_results: Number of results.
