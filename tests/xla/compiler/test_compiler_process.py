@@ -12,7 +12,7 @@ from kept_programs import jax_keeps_programs
 from tpudist.xla import topology
 from tpudist.xla.compiler import child, compiler_process, flags, jax_cache, lowered_program
 from tpudist.xla.compiler.compiler_process import CompilerDied, HbmExceeded
-from tpudist.xla.hlo import hlo_module
+from tpudist.xla.hlo import compiled_program, hlo_module
 
 pytestmark = pytest.mark.multiprocess
 WIDTH = 256
@@ -104,6 +104,19 @@ def test_a_program_with_random_numbers_compiles_without_code():
         lowered = draw.trace(*arguments).lower(lowering_platforms=("tpu",))
     early = compiler_process.compile_elsewhere(lowered, [device], with_code=False)
     assert early.memory.generated_code_bytes is None
+
+
+def test_code_for_sparse_cores_is_not_awaited(tmp_path):
+    """The compiler generates it for minutes before it writes the last file."""
+    kinds = ["", "-buffer-assignment", "-live-range"]
+    files = [tmp_path / f"module_0003.jit_f.after_optimizations{kind}.txt" for kind in kinds]
+    for file in (tmp_path / "module_0000.jit_f.before_optimizations.txt", *files):
+        assert not compiled_program.is_code_next(str(tmp_path))
+        file.write_text("text")
+    assert not compiled_program.is_code_next(str(tmp_path))  # they may not be complete
+    for file in files:
+        os.utime(file, (0, 0))
+    assert compiled_program.is_code_next(str(tmp_path))
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import pathlib
+import time
 from typing import Any
 
 import jax
@@ -10,11 +11,17 @@ import jax
 from tpudist.xla import internals
 from tpudist.xla.hlo import liveness, shapes
 
-# Endings of the compiler's files: the program that it received, the optimized program, and a copy
-# of it, which is the last file before it generates machine code.
+# Endings of the compiler's files: the program that it received, the optimized program, the reports
+# about its buffers, and a copy of the program, which is the last file before it generates machine
+# code for the TensorCore.
 _BEGIN = "before_optimizations.txt"
 _OPTIMIZED = "after_optimizations.txt"
+_BUFFERS = ("buffer-assignment.txt", "live-range.txt")
 _LAST = "after_optimizations_after_buffer_assignment.txt"
+# Code for the SparseCores is generated before that copy is written, and takes minutes if rows are
+# long (TPU7x, gathers of 2,880 numbers). The other files are written at the same time, within 50
+# ms, so they are complete if they have been there for this long.
+_COMPLETE_AFTER_S = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +113,12 @@ def is_code_next(folder: str) -> bool:
     # The name of a file begins with the number of the module, such as "module_0003.". The compiler
     # numbers some programs again while it optimizes them, for example those with random numbers.
     name = begun.name.partition(".")[2].removesuffix(_BEGIN)
-    return any(begun.parent.glob(f"*.{glob.escape(name + _LAST)}"))
+    if any(begun.parent.glob(f"*.{glob.escape(name + _LAST)}")):
+        return True
+    program = f"*.{glob.escape(name + _OPTIMIZED)}"
+    reports = [program, *(program.replace(".txt", f"-{ending}") for ending in _BUFFERS)]
+    written = [[file.stat().st_mtime for file in begun.parent.glob(x)] for x in reports]
+    return all(written) and time.time() - max(map(max, written)) > _COMPLETE_AFTER_S
 
 
 def from_files(folder: str, seconds: float) -> CompiledProgram:
@@ -151,7 +163,7 @@ def read_refused(folder: str) -> tuple[str, str]:
 
 
 def _buffers(folder: str) -> str:
-    return _read_files(folder, "buffer-assignment.txt", "live-range.txt")
+    return _read_files(folder, *_BUFFERS)
 
 
 def _read_files(folder: str, *endings: str) -> str:
