@@ -35,6 +35,7 @@ def make_model(): return model
 def make_bare(): return step
 def main(argv): step(x)
 def loss(params): return params["w"].sum()
+def create(num_steps): return step, (np.ones(num_steps),)
 def make_counted(): return step, (np.ones(jax.device_count()),)
 def make_mesh(): return step, (x,), {"mesh": jax.make_mesh((4, 32), ("a", "b"))}
 def make_large(): return step, (np.ones(2**44),)
@@ -68,6 +69,7 @@ def test_a_program_that_was_traced_is_planned(load, name):
         ("make_plan", "returned a plan. Return the arguments of tpudist.planner.plan instead"),
         ("main", r"returns nothing, so it was not called.*return train_step, \(state, batch\)"),
         ("loss", r"called with a candidate.*TypeError.*return loss, \(params,\), whose"),
+        ("create", r"with a candidate.*creates and returns a step.*return create\(\.\.\.\)\. Or"),
         ("make_large", r"own_steps.py.*exceed the free memory.*jax.eval_shape\(init\)"),
         ("missing", "no function 'missing'. It has step, .*make_traced, make_plan, .*Name a"),
     ],
@@ -77,14 +79,14 @@ def test_the_error_shows_the_function_to_write(load, name, message):
         load(name)(planner.Candidate("v5e-128", {}, "none", 1, ()))
 
 
-def test_flags_of_absl_have_their_defaults(tmp_path, monkeypatch):
+def test_the_main_of_absl_receives_no_arguments_and_the_defaults_of_flags(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "own_flags.py").write_text(
         "from absl import flags\n"
         "rate = flags.DEFINE_float('rate_of_this_test', 0.5, '')\n"
-        "def main(argv): return abs, (rate.value,)\n"
+        "def main(argv): return abs, (rate.value, len(argv))\n"
     )
-    assert user_step.load(f"{tmp_path}/own_flags.py:main", "v5e-8")(None) == (None, abs, (0.5,))
+    assert user_step.load(f"{tmp_path}/own_flags.py:main", "v5e-8")(None) == (None, abs, (0.5, 1))
 
 
 @pytest.mark.slow

@@ -38,6 +38,11 @@ _RULE_OF_STEPS = (
     "jax.ShapeDtypeStructs. A dict as a third element has arguments of tpudist.planner.plan: "
     '{{"mesh": {{"data": 8}}, "in_shardings": (P(), P("data"))}}.'
 )
+_RULE_OF_CREATORS = (
+    " If {name} itself creates and returns a step, call it in that function with its arguments: "
+    "def make_step(): return {name}(...). Or put print(tpudist.planner.plan(train_step, state, "
+    "batch, topology=...)) where your program calls its step, and run the program."
+)
 _PROGRAM = (
     "a function that returns nothing, so it was not called. Where it calls its step, return the "
     "step and its arguments instead, such as return train_step, (state, batch)."
@@ -105,6 +110,8 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
         raise WrongUse(f"{name} is {_describe_step(make_step, attribute)}")
     if not (_takes_candidate(make_step) or _returns_value(make_step)):
         raise WrongUse(f"{name} is {_PROGRAM}")
+    if num_required and _takes_argv(make_step):
+        make_step, num_required = functools.partial(make_step, [place]), 0
     if "absl.flags" in sys.modules:  # of a program whose flags have their defaults
         sys.modules["absl.flags"].FLAGS.mark_as_parsed()
 
@@ -191,6 +198,12 @@ def _takes_candidate(function: Callable[..., Any]) -> bool:
     return "candidate" in str(inspect.signature(function)).lower()
 
 
+def _takes_argv(function: Callable[..., Any]) -> bool:
+    """Returns whether a function is a program's `main(argv)`, whose `argv` may be unused."""
+    name, *_ = inspect.signature(function).parameters
+    return "argv" in name or name.startswith(("_", "unused"))
+
+
 def _returns_value(function: Callable[..., Any]) -> bool:
     """Returns whether a function returns another value than None, if its code can be read."""
     if not inspect.isfunction(function):
@@ -223,7 +236,8 @@ def _describe_step(step: Any, name: str) -> str:
     except (TypeError, ValueError):  # of a function in C
         arguments = "params, batch"
     kind = "jitted function" if isinstance(step, jax.stages.Wrapped) else "step"
-    return f"a {kind}. {_RULE_OF_STEPS.format(name=name, arguments=arguments)}"
+    creators = _RULE_OF_CREATORS.format(name=name) if inspect.isfunction(step) else ""
+    return f"a {kind}. {_RULE_OF_STEPS.format(name=name, arguments=arguments)}{creators}"
 
 
 def _list_functions(module: ModuleType) -> str:
