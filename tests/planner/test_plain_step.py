@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
+from flax import linen, nnx, struct
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -152,6 +152,22 @@ def test_a_constraint_that_only_a_mesh_in_force_adds_may_fail():
     assert planner.plan(step, sharded, topology="v5e-8").mesh == {"data": 8}
     with pytest.raises(ValueError, match="rank"):
         planner.plan(step, sharded, mesh=data_mesh())
+
+
+@struct.dataclass
+class Counter:
+    """Computes with its array when it is created, as the training state of brax does."""
+
+    steps: jax.Array
+
+    def __post_init__(self):
+        if isinstance(self.steps, jax.Array):
+            object.__setattr__(self, "steps", jnp.uint32(self.steps))
+
+
+def test_a_dataclass_may_compute_with_its_arrays_when_it_is_created():
+    step = jax.jit(lambda counter: counter.steps + 1)
+    assert planner.plan(step, Counter(jnp.zeros(8, jnp.uint32))).fits
 
 
 def test_none_among_the_arguments_has_no_sharding():

@@ -49,10 +49,15 @@ _PMAP_INPUT = re.compile(r"(?<=of the argument )flat_args\[(\d+)\]")
 class _AbstractArray(jax.ShapeDtypeStruct):
     """An array without data that looks like an array.
 
-    Equinox's `filter_jit` and others find the arrays among the arguments by `isinstance`.
+    Equinox's `filter_jit` and others find the arrays among the arguments by `isinstance`. Classes
+    that compute with their arrays when they are created, as some dataclasses do, must find none.
+
+    Attributes:
+        is_placed: Whether the arguments have been created.
     """
 
-    __class__ = property(lambda self: jax.Array)  # pyright: ignore[reportIncompatibleMethodOverride]
+    is_placed = False
+    __class__ = property(lambda self: jax.Array if self.is_placed else jax.ShapeDtypeStruct)  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class _PlacedRef(AbstractRef):
@@ -168,6 +173,9 @@ class Placement:
         own_args, own_kwargs = nnx_contents.share_variables(
             (args, kwargs), treedef.unflatten(placed)
         )
+        for x in placed:
+            if isinstance(x, _AbstractArray):
+                object.__setattr__(x, "is_placed", True)  # its own refuses all names
         outside = functools.partial(self._surroundings, is_in_force=False)
         return PlacedCall(
             own_args,
