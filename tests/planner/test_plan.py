@@ -957,7 +957,7 @@ def test_a_strategy_moved_to_a_different_slice_adds_a_note(tpu_cache):
 
 @pytest.mark.libtpu
 def test_operations_of_unknown_cost_add_notes(tpu_cache):
-    """Covers a loop of unknown length and a kernel whose grid is known only when it runs."""
+    """Covers nested loops of unknown length and a kernel whose grid is known only when it runs."""
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
     def kernel(x, out):
@@ -965,7 +965,11 @@ def test_operations_of_unknown_cost_add_notes(tpu_cache):
 
     def step(x):
         once = pallas.pallas_call(kernel, out_shape=x, grid=(x[0, 0].astype(int),))(x)
-        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: jnp.sin(x) + once, once)
+
+        def inner(x):
+            return jax.lax.while_loop(lambda x: x.sum() < 5, lambda x: jnp.sin(x) + once, x)
+
+        return jax.lax.while_loop(lambda x: x.sum() < 9, inner, once)
 
     strategy = tpudist.OneDeviceStrategy()
     plan = strategy.plan(step, (x,), topology="v5e:1x1", cache=tpu_cache)
@@ -980,6 +984,8 @@ def test_operations_of_unknown_cost_add_notes(tpu_cache):
         "one iteration of a loop of unknown length",
     }
     assert 0 < plan.time.guessed_s <= plan.time.step_s
+    assert sum(guess.seconds for guess in plan.time.guessed) <= plan.time.step_s
+    assert "loops of unknown length counted once" in str(plan)
 
 
 @pytest.mark.libtpu

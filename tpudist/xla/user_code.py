@@ -13,21 +13,22 @@ from tpudist.xla import program_packages
 
 _LIBRARY = pathlib.Path(__file__).parents[1]
 _MODELS = _LIBRARY / "models"
+_COMMAND = "tpudist"  # the script in the folder of the interpreter, which has no suffix
 # Files of the models that lay out arrays and apply layers, as this library does for a user's model.
 _LAYERS_OF_MODELS = ("logical.py", "pipeline.py")
 
 
 @functools.lru_cache(maxsize=4096)
 def users_line(stack: tuple[str, ...]) -> str | None:
-    """Returns the innermost line "file:line" of the user; None for an empty stack.
+    """Returns the innermost line "file:line" of the user; None without lines of other code.
 
-    Lines of this library and of installed packages count only if the stack has no others.
+    Lines of installed packages count only if the stack has no others.
     """
     files = [line.rpartition(":")[0] for line in stack]
     not_ours = [i for i, file in enumerate(files) if not _is_library(file)]
     users = (i for i in not_ours if not program_packages.is_library_file(files[i]))
-    innermost = next(users, not_ours[0] if not_ours else 0)
-    return stack[innermost] if stack else None
+    innermost = next(users, not_ours[0] if not_ours else None)
+    return None if innermost is None else stack[innermost]
 
 
 def line_of_call() -> str:
@@ -73,4 +74,5 @@ def _is_library(file: str) -> bool:
     # The reference models are written as a user would write them, so their lines count as the
     # user's.
     is_model = path.is_relative_to(_MODELS) and path.name not in _LAYERS_OF_MODELS
-    return file.startswith("<frozen") or (path.is_relative_to(_LIBRARY) and not is_model)
+    is_ours = path.name == _COMMAND or (path.is_relative_to(_LIBRARY) and not is_model)
+    return file.startswith("<frozen") or is_ours

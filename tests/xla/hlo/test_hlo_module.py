@@ -166,11 +166,11 @@ def test_an_instruction_may_span_several_lines():
     module = hlo_module.parse(
         "HloModule m\n\nENTRY %main (p: f32[8]) -> f32[8] {\n  %p = f32[8]{0} parameter(0)\n"
         "  %k = f32[8]{0} custom-call(%p), frontend_attributes={kernel_metadata={\n"
-        '"block": "{512}"\n}}, metadata={op_name="kernel"}\n'
+        '"block": "{512}"\n}}, metadata={op_name="kernel[\\\'w\\\']"}\n'
         "  ROOT %q = f32[8]{0} negate(%k)\n}\n"
     )
     assert list(module.entry.instructions) == ["p", "k", "q"]
-    assert module.entry.instructions["k"].op_name == "kernel"
+    assert module.entry.instructions["k"].op_name == "kernel['w']"
 
 
 @pytest.mark.parametrize(
@@ -307,8 +307,9 @@ def test_the_layers_of_models_that_are_not_the_users_code_exist():
     assert files.issuperset(user_code._LAYERS_OF_MODELS)
 
 
-def test_a_frozen_module_of_python_is_not_a_source_line():
+def test_the_command_that_plans_is_not_a_source_line():
     """`python -m tpudist plan` runs below `<frozen runpy>`."""
     own = f"{user_code.__file__}:3"
-    assert user_code.users_line((own, "<frozen runpy>:88")) == own
+    assert user_code.users_line((own, "<frozen runpy>:88")) is None
+    assert user_code.users_line((own, "/a/bin/tpudist:8")) is None
     assert user_code.users_line((own, "/a/train.py:7", "<frozen runpy>:88")) == "/a/train.py:7"

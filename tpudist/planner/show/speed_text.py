@@ -52,6 +52,8 @@ def format_steps(spent: TimeEstimate, num_steps: int) -> str:
 def format_step(spent: TimeEstimate) -> str:
     """Returns the time of a step, such as "4.20 s (3.60 to 4.90), 7% of it guessed"."""
     text = format_steps(spent, 1)
+    if spent.unknown_trip_counts:  # the step may take many times as long
+        text += ", loops of unknown length counted once"
     if spent.step_s and spent.guessed_s > _MIN_GUESS * spent.step_s:
         text += f", {format_share(spent.guessed_s / spent.step_s)} of it guessed"
     return text

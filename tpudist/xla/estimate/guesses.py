@@ -44,7 +44,8 @@ def sum_seconds(module: Module, simulated: Timeline) -> float:
     """Returns the seconds per step of guessed instructions and of loops of unknown length."""
     guessed = {id(event): event for event in simulated.events if event.price and event.price.guess}
     for loop in module.unknown_loops:
-        guessed |= {id(event): event for event in _events_of(module, loop, simulated.events)}
+        body = _computations_of(module, loop)
+        guessed |= {id(event): event for event in _events_in(body, simulated.events)}
     return _sum(guessed.values())
 
 
@@ -53,8 +54,12 @@ def _guesses(module: Module, simulated: Timeline) -> Iterator[Guess]:
         if event.price and event.price.guess:
             origin = module.origin(event.instruction)
             yield Guess(event.price.guess, _sum([event]), origin.source)
-    for loop in module.unknown_loops:
-        seconds = _sum(_events_of(module, loop, simulated.events))
+    loops = module.unknown_loops
+    bodies = [_computations_of(module, loop) for loop in loops]
+    for loop, body in zip(loops, bodies, strict=True):
+        if any(loop.computation in other for other in bodies):
+            continue  # one iteration of the outer loop contains it
+        seconds = _sum(_events_in(body, simulated.events))
         yield Guess("one iteration of a loop of unknown length", seconds, _source(module, loop))
     for conditional in simulated.conditionals:
         seconds, source = conditional.seconds, _source(module, conditional.instruction)
@@ -66,8 +71,8 @@ def _source(module: Module, instruction: Instruction) -> str | None:
     return instruction.source or module.origin(instruction).source
 
 
-def _events_of(module: Module, loop: Instruction, events: Iterable[Event]) -> list[Event]:
-    """Returns the events in the body of a loop, at any depth."""
+def _computations_of(module: Module, loop: Instruction) -> set[str]:
+    """Returns the names of the computations in the body of a loop, at any depth."""
     inside, waiting = set(), [loop.callee("body") or ""]
     while waiting:
         name = waiting.pop()
@@ -76,7 +81,11 @@ def _events_of(module: Module, loop: Instruction, events: Iterable[Event]) -> li
         inside.add(name)
         for instruction in module.computations[name].instructions.values():
             waiting += [callee for _, callee in instruction.called]
-    return [event for event in events if event.instruction.computation in inside]
+    return inside
+
+
+def _events_in(computations: set[str], events: Iterable[Event]) -> list[Event]:
+    return [event for event in events if event.instruction.computation in computations]
 
 
 def _sum(events: Iterable[Event]) -> float:

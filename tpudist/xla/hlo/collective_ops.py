@@ -124,10 +124,9 @@ def read_line(
         num_bytes *= len(groups[0]) if groups else num_devices
     elif kind == "all-reduce" and computation.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # fused with the slicing, so this is the shape of the operand
-    op_name = _METADATA_NAME.search(line)
-    return Collective(
-        kind, num_bytes, groups, op_name[1] if op_name else "", sources.lines_of(line)
-    )
+    match = _METADATA_NAME.search(line)
+    op_name = match[1].replace("\\'", "'") if match else ""
+    return Collective(kind, num_bytes, groups, op_name, sources.lines_of(line))
 
 
 def fusion_piece(line: str) -> tuple[str | None, ...] | None:

@@ -70,7 +70,7 @@ class Instruction:
     def op_name(self) -> str:
         """Path of the JAX operation; empty if the compiler added the instruction."""
         match = _OP_NAME.search(self.attributes)
-        return match[1] if match else ""
+        return match[1].replace("\\'", "'") if match else ""
 
     @property
     def stack(self) -> tuple[str, ...]:
