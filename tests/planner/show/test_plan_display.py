@@ -205,6 +205,20 @@ def test_rows_omitted_from_a_table_are_summed():
     assert "And 12 more: 301.75 GiB sent, 4.32 s waited." in text
 
 
+def test_temporaries_of_one_line_show_their_shape_only_if_it_is_the_same():
+    memory = plans.fitting().memory
+    one = memory.largest[-1]
+
+    def shown_shape(unpadded_bytes):
+        merged = dataclasses.replace(
+            one, num_bytes=memory.peak_bytes, unpadded_bytes=unpadded_bytes, count=3
+        )
+        return shown(plans.fitting(memory=dataclasses.replace(memory, largest=(merged,))))
+
+    assert "f32[64,3] x 3" in shown_shape(3 * one.unpadded_bytes)
+    assert "f32[64,3] and 2 more" in shown_shape(2 * one.unpadded_bytes)
+
+
 def test_a_temporary_below_a_thousandth_of_the_memory_is_not_listed():
     memory = plans.fitting().memory
     small = dataclasses.replace(memory.largest[0], num_bytes=memory.peak_bytes // 1001)

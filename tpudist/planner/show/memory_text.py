@@ -30,6 +30,7 @@ from tpudist.planner.show.report_parts import (
     Part,
 )
 from tpudist.xla.estimate.refusal import Refusal
+from tpudist.xla.hlo import shapes
 from tpudist.xla.hlo.buffers import Buffer, merge_lines
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ def _largest(title: str, buffers: Sequence[Buffer], of_bytes: int) -> Iterable[T
         (
             format_bytes(buffer.num_bytes),
             format_bytes(buffer.padding_bytes) if buffer.padding_bytes else "",
-            format_shape(buffer.shape) + (f" x {buffer.count}" if buffer.count > 1 else ""),
+            format_shape(buffer.shape) + _format_count(buffer),
             format_op(buffer.op_name) or buffer.name,
             buffer.source or "",
         )
@@ -144,6 +145,14 @@ def _largest(title: str, buffers: Sequence[Buffer], of_bytes: int) -> Iterable[T
     sizes = format_bytes(sum(buffer.num_bytes for buffer in rest))
     notes = (f"And {len(rest)} more: {sizes}.",) if rest else ()
     yield TextTable(columns, rows, title, notes)
+
+
+def _format_count(buffer: Buffer) -> str:
+    """Returns how many values of a line a buffer stands for; the others may have other shapes."""
+    if buffer.count == 1:
+        return ""
+    is_equal = buffer.unpadded_bytes == buffer.count * shapes.num_bytes(buffer.shape)
+    return f" x {buffer.count}" if is_equal else f" and {buffer.count - 1} more"
 
 
 def list_replicated(plan: PlanFigures) -> Iterable[Lines]:
