@@ -39,3 +39,5 @@ RANDOM = frozenset(
     """.split()
 )
 ALL = FUNCTIONS | ARITHMETIC | COPIES | ANNOTATIONS | COMPLEX_PARTS | BITS | RANDOM
+# Operations that compute nothing.
+FREE = ANNOTATIONS | frozenset("copy copy_p stop_gradient".split())

@@ -121,21 +121,48 @@ def test_an_update_of_a_large_value_is_written_to_it():
     assert estimate(step, devices).hbm_bytes >= 2 * 2 * small[0] * small[1]
 
 
-@pytest.mark.parametrize(("num_ids", "kind"), [(4096, "all-gather"), (2**20, "all-reduce")])
-def test_the_gradient_of_a_table_moves_its_rows_or_itself(num_ids, kind):
-    """XLA gathers the updates of a scatter if they are smaller than the sums of its result."""
-    table, width = 2**17, 128
+@pytest.mark.parametrize(
+    ("axes", "num_rounds", "kind"),
+    [
+        ({"fsdp": 8}, 1, "all-reduce"),
+        ({"fsdp": 8}, 2, "all-reduce"),
+        ({"fsdp": 4, "tensor": 2}, 1, "all-gather"),
+    ],
+)
+def test_the_gradient_of_a_table_moves_its_rows_or_itself(axes, num_rounds, kind):
+    """XLA adds up the results of a scatter, once after a loop, if its rows are on all devices."""
+    table, width, num_ids = 2**15, 128, 4096
 
     def step(rows, ids):
         zeros = jnp.zeros((table, width), jnp.bfloat16)
-        return zeros.at[ids[:, 0].astype(jnp.int32)].add(rows)
 
-    devices = network(fsdp=8)
+        def add(total, _):
+            return total + zeros.at[ids[:, 0].astype(jnp.int32)].add(rows), None
+
+        return jax.lax.scan(add, zeros, length=num_rounds)[0] if num_rounds > 1 else add(zeros, 0)
+
+    devices = network(**axes)
     ids = (num_ids, 1), (("fsdp",), ())
     found = estimate(program(step, ((num_ids, width), (("fsdp",), ())), ids), devices)
     moved = num_ids if kind == "all-gather" else table
     moved_s = devices.seconds(kind, 2.0 * moved * width, frozenset(["fsdp"]))
     assert found.waits_s == pytest.approx(moved_s)
+
+
+def test_the_vector_units_take_their_operations():
+    """A product hides those of the loop that it contains."""
+
+    def chain(x):
+        for _ in range(400):
+            x = jnp.tanh(x)
+        return x
+
+    devices = network(data=8)
+    rows, weights = ((ROWS, WIDTH), (("data",), ())), ((WIDTH, WIDTH), ((), ()))
+    _, vector_s = devices.rates.unit_seconds(0, 0, 400 * ROWS * WIDTH / 8)
+    assert vector_s <= estimate(program(chain, rows), devices).step_s <= 1.1 * vector_s
+    found = estimate(program(lambda x, w: chain(x @ w), rows, weights), devices)
+    assert found.step_s < 1.01 * estimate(program(multiply, rows, weights), devices).step_s
 
 
 @pytest.mark.parametrize(("num_ids", "is_summed"), [(1024, True), (2**21, False)])

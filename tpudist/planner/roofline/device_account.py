@@ -5,7 +5,22 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tpudist.planner.roofline.network import Network
 from tpudist.planner.roofline.on_chip_memory import OnChipMemory
-from tpudist.planner.roofline.sharded_value import CLOCK, Buffer, Value
+from tpudist.planner.roofline.sharded_value import CLOCK, Buffer, Value, Work
+
+
+@dataclasses.dataclass
+class Traffic:
+    """The work of a loop over elements.
+
+    Attributes:
+        hbm_bytes: Bytes to and from HBM.
+        vmem_bytes: Bytes to and from the on-chip memory.
+        num_ops: Operations on the vector units.
+    """
+
+    hbm_bytes: float = 0.0
+    vmem_bytes: float = 0.0
+    num_ops: float = 0.0
 
 
 @dataclasses.dataclass
@@ -16,6 +31,7 @@ class Cost:
         compute_s: Seconds of products and of reading and writing.
         slack_s: Seconds of products that the next gather can run in parallel with.
         exposed_s: Seconds of communication that is waited for.
+        after_s: The same after the loop whose body this is.
         flops: Operations of products.
         hbm_bytes: Bytes to and from HBM.
         peak_bytes: Memory at the peak, without the inputs.
@@ -25,6 +41,7 @@ class Cost:
     compute_s: float = 0.0
     slack_s: float = 0.0
     exposed_s: float = 0.0
+    after_s: float = 0.0
     flops: float = 0.0
     hbm_bytes: float = 0.0
     peak_bytes: float = 0.0
@@ -38,7 +55,7 @@ class Cost:
     def add(self, inner: "Cost", times: float, share: float = 1.0) -> None:
         """Adds a block that runs `times` times, and computes on a share of its traced arrays."""
         self.compute_s += times * share * inner.compute_s
-        self.exposed_s += times * inner.exposed_s
+        self.exposed_s += times * inner.exposed_s + inner.after_s
         self.slack_s = 0.0
         self.flops += times * share * inner.flops
         self.hbm_bytes += times * share * inner.hbm_bytes
@@ -66,7 +83,13 @@ class DeviceAccount:
 
     def is_fused(self, value: Value) -> bool:
         """Returns whether a value is computed where it is read, and not in memory."""
-        return len(value.reads) != 1 or next(iter(value.reads)).num_bytes != value.num_bytes
+        if value.work or len(value.reads) != 1:
+            return True
+        return next(iter(value.reads)).num_bytes != value.num_bytes
+
+    def is_in_product(self, value: Value) -> bool:
+        """Returns whether a fused value is the last operation on the result of a product."""
+        return value.is_single and any(x.is_product for x in value.reads)
 
     def new_value(self, like: Value, *, is_product: bool = False, is_live: bool = True) -> Value:
         """Returns a value in a buffer of its own."""
@@ -77,14 +100,16 @@ class DeviceAccount:
         self._made.append(buffer)
         self._written_at[buffer] = self._products_s
         reads = frozenset((buffer,))
-        return dataclasses.replace(like, reads=reads, is_single=True)
+        return dataclasses.replace(like, reads=reads, work=frozenset(), is_single=True)
 
     def part(self, value: Value, like: Value) -> Value:
         """Returns a part of a value, which reads only its own bytes."""
         for buffer in value.reads:
             buffer.users += 1
         view = Buffer(like.num_bytes, parents=tuple(value.reads))
-        return dataclasses.replace(like, reads=frozenset((view,)))
+        share = like.num_bytes / value.num_bytes if value.work and value.num_bytes else 0.0
+        work = frozenset(Work(share * x.num_ops) for x in value.work)
+        return dataclasses.replace(like, reads=frozenset((view,)), work=work)
 
     def _free(self, buffer: Buffer) -> None:
         self._live_bytes -= buffer.live_bytes
@@ -101,30 +126,63 @@ class DeviceAccount:
 
     # Bytes and operations.
 
-    def _spend_bytes(self, num_bytes: float, *, moves: bool = False) -> None:
-        seconds_of = self.network.move_seconds if moves else self.network.loop_seconds
+    def _spend(self, traffic: Traffic, *, moves: bool = False) -> None:
+        """Adds a loop over elements, which may move them to other places."""
+        rates, num_bytes = self.network.rates, traffic.hbm_bytes
         self.cost.hbm_bytes += num_bytes
-        self.cost.compute_s += seconds_of(num_bytes)
+        num_ops = 0.0 if moves else traffic.num_ops
+        units = rates.unit_seconds(num_bytes, traffic.vmem_bytes, num_ops)
+        self.cost.compute_s += rates.loop_seconds(*units, moves=moves, uses_hbm=num_bytes > 0)
 
-    def _read(self, sources: Iterable[Buffer], *, is_loop: bool = True) -> float:
-        """Returns the bytes that an operation reads from HBM.
+    def _spend_bytes(self, num_bytes: float, *, moves: bool = False) -> None:
+        self._spend(Traffic(num_bytes), moves=moves)
+
+    def _read(
+        self, sources: Iterable[Buffer], work: Iterable[Work] = (), *, is_loop: bool = True
+    ) -> Traffic:
+        """Returns what an operation reads, and the operations that it does.
 
         A loop over elements shares the pass of an earlier one, or of the product that wrote the
-        value, if all that it reads existed then.
+        value, if all that it reads existed then. The product hides its operations, and its bytes
+        while it multiplies.
         """
         ordered = sorted(sources, key=lambda x: x.number)
         self.wait(ordered)
         newest = ordered[-1].number if ordered else 0
         tick = next(CLOCK)
-        num_bytes = 0.0
+        traffic = Traffic()
+        products: list[Buffer] = []
         for buffer in ordered:
-            if self._on_chip.has(buffer) or (is_loop and buffer.last_pass > newest):
+            is_on_chip = self._on_chip.has(buffer)
+            if is_loop and buffer.last_pass > newest:
+                products += [buffer] if buffer.is_product else []
                 continue
-            num_bytes += buffer.num_bytes
             if is_loop:
                 buffer.last_pass = tick
-            num_bytes += self._on_chip.keep(buffer)
-        return num_bytes
+            if is_on_chip:
+                traffic.vmem_bytes += buffer.num_bytes
+            else:
+                traffic.hbm_bytes += buffer.num_bytes + self._on_chip.keep(buffer)
+        for part in work:
+            if is_loop and not products and part.last_pass <= newest:
+                part.last_pass = tick
+                traffic.num_ops += part.num_ops
+        self._hide(traffic, products)
+        return traffic
+
+    def _hide(self, traffic: Traffic, products: Iterable[Buffer]) -> None:
+        """Moves bytes while products multiply."""
+        for buffer in products:
+            hidden = min(buffer.spare_bytes, traffic.hbm_bytes)
+            buffer.spare_bytes -= hidden
+            traffic.hbm_bytes -= hidden
+            self.cost.hbm_bytes += hidden
+
+    def _keep(self, traffic: Traffic, buffer: Buffer) -> None:
+        """Writes a result to VMEM, or to HBM if it does not fit."""
+        traffic.hbm_bytes += self._on_chip.keep(buffer, buffer.num_bytes)
+        if self._on_chip.has(buffer):
+            traffic.vmem_bytes += buffer.num_bytes
 
     def spend_product(self, seconds: float, flops: float, num_bytes: float) -> None:
         """Adds a product."""
@@ -158,26 +216,32 @@ class DeviceAccount:
             self.cost.exposed_s += seconds - hidden
 
     def read_and_write(
-        self, values: Sequence[Value], result: Value, *, moves: bool = False
+        self, values: Sequence[Value], result: Value, *, moves: bool = False, num_ops: float = 0.0
     ) -> Value:
-        """Returns the result of an operation that is bound by memory.
+        """Returns the result of an operation without products.
 
         Args:
             values: The operands.
             result: Shape of the result.
             moves: Whether it moves elements to other places.
+            num_ops: Number of its operations.
         """
-        num_bytes = self._read(frozenset().union(*(value.reads for value in values)))
+        work = frozenset().union(*(value.work for value in values), (Work(num_ops),))
+        traffic = self._read(frozenset().union(*(value.reads for value in values)), work)
         written = self.new_value(result)
-        num_bytes += sum(self._on_chip.keep(x, x.num_bytes) for x in written.reads)
-        self._spend_bytes(num_bytes, moves=moves)
+        for buffer in written.reads:
+            self._keep(traffic, buffer)
+        self._spend(traffic, moves=moves)
         return written
 
     def overwrite(self, value: Value, update: Value) -> None:
         """Writes an update into a value, which keeps its place."""
-        num_bytes = self._read(update.reads)
-        is_on_chip = all(map(self._on_chip.has, value.reads))
-        self._spend_bytes(num_bytes + (0.0 if is_on_chip else update.num_bytes))
+        traffic = self._read(update.reads, update.work)
+        if all(map(self._on_chip.has, value.reads)):
+            traffic.vmem_bytes += update.num_bytes
+        else:
+            traffic.hbm_bytes += update.num_bytes
+        self._spend(traffic)
 
     def write_product(
         self,
@@ -197,7 +261,8 @@ class DeviceAccount:
             result: Shape of the result.
             is_live: Whether the result has memory of its own.
         """
-        num_read = self._read(frozenset().union(*(v.reads for v in values)), is_loop=False)
+        sources = frozenset().union(*(v.reads for v in values))
+        num_read = self._read(sources, is_loop=False).hbm_bytes
         stays = self._on_chip.has_room(result.num_bytes)
         num_bytes = num_read + (0.0 if stays else result.num_bytes)
         seconds = seconds_of(num_bytes)
@@ -205,23 +270,25 @@ class DeviceAccount:
         written = self.new_value(result, is_product=True, is_live=is_live)
         (buffer,) = written.reads
         buffer.last_pass = next(CLOCK)
+        hidden = seconds * self.network.rates.hbm_bytes_per_s - num_read
+        buffer.spare_bytes = max(0.0, hidden - result.num_bytes)
         if stays:
-            hidden = seconds * self.network.rates.hbm_bytes_per_s - num_read
             self._spend_bytes(self._on_chip.keep(buffer, buffer.num_bytes, hidden))
         return written
 
-    def write(self, value: Value) -> Value:
+    def write(self, value: Value, *, is_live: bool = True) -> Value:
         """Computes a fused value into memory."""
         # The last operation on the result of a product is part of the product, which wrote it.
-        merged = [x for x in value.reads if x.is_product] if value.is_single else []
-        num_bytes = self._read(value.reads.difference(merged))
-        result = self.new_value(value)
+        merged = [x for x in value.reads if x.is_product] if self.is_in_product(value) else []
+        traffic = self._read(value.reads.difference(merged), () if merged else value.work)
+        result = self.new_value(value, is_live=is_live)
         (written,) = result.reads
         if merged:
-            num_bytes += self._on_chip.replace(merged[0], written)
+            traffic.hbm_bytes += self._on_chip.replace(merged[0], written)
+            self._hide(traffic, merged)
         else:
-            num_bytes += self._on_chip.keep(written, written.num_bytes)
-        self._spend_bytes(num_bytes)
+            self._keep(traffic, written)
+        self._spend(traffic)
         for buffer in merged:
             self._free(buffer)
         return result

@@ -11,6 +11,7 @@ from tpudist.planner.roofline.operation_blocks import Array, Operation
 from tpudist.planner.roofline.sharded_value import (
     Axes,
     Value,
+    Work,
     names_in,
     num_parts,
     reshape_axes,
@@ -18,6 +19,7 @@ from tpudist.planner.roofline.sharded_value import (
     unsplit,
 )
 from tpudist.planner.roofline.walk_state import WalkState
+from tpudist.programs import elementwise
 
 # Operations on elements through which the sum over replicas may wait.
 _LINEAR = frozenset(
@@ -64,6 +66,9 @@ class ElementRules(WalkState):
             ]
             result.shape = tuple(map(min, zip(*alike, strict=True))) if alike else result.shape
             result.reads = frozenset().union(*(v.reads for v in moved))
+            result.work = frozenset().union(*(v.work for v in moved))
+            if operation.name not in elementwise.FREE:
+                result.work |= {Work(math.prod(result.shape))}
             result.partial = frozenset().union(*(v.partial for v in moved))
             result.partial -= names_in(axes)
             result.is_single = all(v.is_single for v in moved)
@@ -209,21 +214,53 @@ class ElementRules(WalkState):
     def _update(self, operation: Operation) -> list[Value]:
         """Applies an operation that overwrites a part of its first operand in place."""
         value, update = (self.value(i) for i in operation.inputs[:2])
+        partial: set[str] = set()
         if operation.name.startswith("scatter"):
-            update = self.value(operation.inputs[2])
+            value, update, partial = self._place_scatter(operation)
         if self.is_fused(value):
             value = self.write(value)
-        partial = names_in(update.axes) - names_in(value.axes) if "add" in operation.name else set()
-        gathered = partial - self.lazy
-        whole = update.num_bytes * num_parts(tuple(gathered), self.sizes)
-        if gathered and whole < 2 * value.num_bytes:  # what moves less, as in XLA's partitioner
-            axes = tuple(tuple(x for x in names if x not in gathered) for names in update.axes)
-            update, partial = self.reshard(update, axes), partial - gathered
         self.overwrite(value, update)
         result = dataclasses.replace(value, origin=None, partial=value.partial | partial)
         if partial:
-            result = self.sum(result, self.wanted[operation.outputs[0]])
+            number = operation.outputs[0]
+            is_once = self.depth > 0 and number in self.block.accumulated
+            result = self.sum(result, self.wanted[number], is_once=is_once)
         return [result]
+
+    def _place_scatter(self, operation: Operation) -> tuple[Value, Value, set[str]]:
+        """Returns the operand and the updates of a scatter, and the axes over which it is a sum.
+
+        If only the indices are split, and by all axes, each device adds its updates to zeros, and
+        the results are added up, however large they are (`PartitionScatter` in XLA's
+        `gather_scatter_handler.cc`, and programs of libtpu 0.0.50). Else each device gets the
+        updates of its part of the operand.
+        """
+        value, _, update = (self.value(i) for i in operation.inputs)
+        whole, _, updates = (self.block.arrays[i].shape for i in operation.inputs)
+        numbers = operation.eqn.params["dimension_numbers"]
+        single = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        dims = [i for i in range(len(whole)) if i not in single]
+        batch = [i for i in range(len(updates)) if i not in numbers.update_window_dims]
+        pairs = [*zip(numbers.update_window_dims, dims, strict=True)]
+        indices = (batch[i] for i in numbers.scatter_indices_batching_dims)
+        pairs += zip(indices, numbers.operand_batching_dims, strict=True)
+        axes, taken = list(value.axes), names_in(value.axes)
+        for own, dim in pairs:
+            if updates[own] == whole[dim] and not axes[dim]:
+                axes[dim] = tuple(name for name in update.axes[own] if name not in taken)
+                taken |= {*axes[dim]}
+        own_axes = {name for i in batch for name in update.axes[i]} | self.lazy
+        others = [name for name, size in self.sizes.items() if size > 1 and name not in own_axes]
+        is_split = any(axes[i] for i in range(len(whole)) if i not in [dim for _, dim in pairs])
+        adds = operation.name == "scatter-add" and not is_split and not others
+        target = [
+            tuple(name for name in names if name not in taken and (adds or name in self.lazy))
+            for names in update.axes
+        ]
+        for own, dim in pairs:
+            target[own] = axes[dim] if updates[own] == whole[dim] else ()
+        partial = {name for i in batch for name in target[i]} - taken
+        return self.reshard(value, tuple(axes)), self.reshard(update, tuple(target)), partial
 
     def _memory_kind(self, operation: Operation) -> list[Value]:
         results = []
@@ -267,7 +304,7 @@ class ElementRules(WalkState):
                 self.block.arrays[number].item_bytes,
                 value.partial | partial,
             )
-            result = self.read_and_write([value], result)
+            result = self.read_and_write([value], result, num_ops=math.prod(value.shape))
             results.append(self.sum(result, self.wanted[number]))
         return results
 

@@ -88,42 +88,32 @@ class Network:
         num_slices = len({self._slices[i] for i in group})
         return tuple(i for i in group if self._slices[i] == first), num_slices
 
+    def share_of_unit(self, rows: float, summed: float, columns: float) -> float:
+        """Returns the share of the matrix unit that a matrix product of these dims fills."""
+        # The unit multiplies squares of its width, and rows in tiles: the rest is padding.
+        width = self.rates.unit_width
+        small, large = sorted((rows, columns))
+        return 1 / (_pad(small, width) * _pad(large, _SUBLANES) * _pad(summed, width))
+
     def product_seconds(
-        self, flops: float, kind: str, dims: tuple[float, float, float] | None, num_bytes: float
+        self, flops: float, kind: str, share: float, may_read: bool, num_bytes: float
     ) -> float:
         """Returns the time of a matrix multiplication or convolution.
 
         Args:
             flops: Number of operations.
             kind: Kind of its numbers.
-            dims: Rows, summed elements and columns of each matrix product; None for a convolution.
+            share: Share of the matrix unit that it fills.
+            may_read: Whether it is a product that only reads if its bytes take longer.
             num_bytes: Bytes to and from HBM.
         """
-        if dims:
-            # The unit multiplies squares of its width, and rows in tiles: the rest is padding.
-            rows, summed, columns = dims
-            width = self.rates.unit_width
-            small, large = sorted((rows, columns))
-            flops *= _pad(small, width) * _pad(large, _SUBLANES) * _pad(summed, width)
-        if not flops:
-            return self.loop_seconds(num_bytes)
-        at_rate_s = flops / self.rates.flops_per_s((kind,))
+        at_rate_s = flops / self.rates.flops_per_s((kind,)) / share
         hbm_s = num_bytes / self.rates.hbm_bytes_per_s
-        seconds, reads = max(at_rate_s, hbm_s), hbm_s > at_rate_s and dims is not None
+        seconds, reads = max(at_rate_s, hbm_s), may_read and hbm_s > at_rate_s
         overhead_s = instruction_time.product_overhead_s(seconds, reads=reads)
         if not num_bytes:
             overhead_s = min(overhead_s, self.rates.vmem_overhead_s(seconds))
         return seconds + overhead_s
-
-    def loop_seconds(self, num_bytes: float) -> float:
-        """Returns the time of a loop over elements, which waits before it reads and writes HBM."""
-        seconds = num_bytes / self.rates.hbm_bytes_per_s
-        return seconds + 2 * instruction_time.COPYING_STEP_S if seconds else 0.0
-
-    def move_seconds(self, num_bytes: float) -> float:
-        """Returns the time of an operation that moves bytes to other places, such as a gather."""
-        seconds = num_bytes / self.rates.hbm_bytes_per_s
-        return seconds + instruction_time.other_overhead_s(seconds)
 
     def host_seconds(self, num_bytes: float) -> float:
         """Returns the time of a copy to or from the host."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -192,10 +192,15 @@ def _find_scalars(
 
 def _find_accumulated(
     operations: Sequence[Operation], inputs: Sequence[int], uses: Sequence[int]
-) -> Iterator[int]:
+) -> set[int]:
+    """Finds the values; `operations` has the last one first."""
+    found: set[int] = set()
     for operation in operations:
         if operation.name in _ADDS and not {*inputs}.isdisjoint(operation.inputs):
-            yield from (i for i in operation.inputs if i not in inputs and uses[i] == 1)
+            found |= {i for i in operation.inputs if i not in inputs and uses[i] == 1}
+        elif operation.name == "sharding_constraint" and operation.outputs[0] in found:
+            found |= {i for i in operation.inputs if uses[i] == 1}
+    return found
 
 
 def _bodies(eqn: Any, structure: Structure | None) -> Sequence[jaxprs.Program]:

@@ -12,6 +12,7 @@ from tpudist.planner.roofline.operation_blocks import Array, Operation
 from tpudist.planner.roofline.sharded_value import Axes, Value, num_parts, unsplit
 from tpudist.programs.jaxpr_structure import Kernel
 from tpudist.xla.estimate import kernels
+from tpudist.xla.estimate.flops import share_of_window
 from tpudist.xla.hardware import chips
 
 _PASSES = {"HIGH": 3.0, "HIGHEST": 6.0}  # of bfloat16 for a product of float32
@@ -97,37 +98,53 @@ class ProductRules(ElementRules):
         for dim, _, out in product.batch:
             shape[out] = left.shape[dim]
         result = Value(tuple(shape), axes, array.item_bytes, partial)
-        flops, dims = self._product_flops(operation, product, left, right, result)
+        flops, share = self._product_flops(operation, product, left, right, result)
         kind = chips.kind_of_products(map(model_flops.bits_of, operation.eqn.invars[:2]))
-        seconds_of = functools.partial(self.network.product_seconds, flops, kind, dims)
-        is_live = number not in self.block.accumulated
         operands = left, right, *others
-        written = self.write_product(flops, seconds_of, operands, result, is_live=is_live)
+        if share:
+            may_read = operation.name == "dot_general"
+            seconds_of = functools.partial(
+                self.network.product_seconds, flops, kind, share, may_read
+            )
+            is_live = number not in self.block.accumulated
+            written = self.write_product(flops, seconds_of, operands, result, is_live=is_live)
+        else:
+            written = self.read_and_write(operands, result, num_ops=flops)
         # The addends of two products are added before their sum over devices.
         return written if number in self.block.added else self.sum(written, self.wanted[number])
 
     def _product_flops(
         self, operation: Operation, product: _Product, left: Value, right: Value, result: Value
-    ) -> tuple[float, tuple[float, float, float] | None]:
+    ) -> tuple[float, float]:
+        """Returns the operations of a product, and the share of the matrix unit that it fills.
+
+        The share is 0 if the vector units multiply.
+        """
         if operation.name != "dot_general":
             traced = math.prod(self.block.arrays[operation.outputs[0]].shape)
             traced *= math.prod(
                 self.block.arrays[operation.inputs[0]].shape[d] for d, _ in product.summed
             )
             own = math.prod(result.shape) * math.prod(left.shape[d] for d, _ in product.summed)
-            return model_flops.PRODUCTS[operation.name](operation.eqn) * own / max(traced, 1), None
+            flops = model_flops.PRODUCTS[operation.name](operation.eqn) * own / max(traced, 1)
+            if operation.name != "conv_general_dilated":
+                return flops, 1.0
+            out, inputs, *window = (
+                int(right.shape[i]) for i in operation.eqn.params["dimension_numbers"].rhs_spec
+            )
+            return flops, share_of_window(window, inputs, out, self.network.rates.unit_width)
         rows = math.prod(left.shape[dim] for dim, _ in product.left)
         summed = math.prod(min(left.shape[a], right.shape[b]) for a, b in product.summed)
         columns = math.prod(right.shape[dim] for dim, _ in product.right)
         count = math.prod(left.shape[a] for a, _, _ in product.batch)
         flops = 2.0 * count * rows * summed * columns
         if summed == 1 or (count > 1 and 1 in (rows, columns)):
-            return 0.0, None  # XLA multiplies elements (`dot_strength_reduction`)
+            return flops, 0.0  # XLA multiplies elements (`dot_strength_reduction`)
         precision = operation.eqn.params["precision"]
         is_wide = all(self.block.arrays[i].item_bytes >= 4 for i in operation.inputs)
         if precision and is_wide:
             flops *= _PASSES.get(getattr(precision[0], "name", str(precision[0])), 1.0)
-        return flops, (rows, summed, columns)
+        return flops, self.network.share_of_unit(rows, summed, columns)
 
     def _place_product(
         self, left: Value, right: Value, product: _Product, array: Array, wanted: Axes | None

@@ -3,15 +3,17 @@
 The rules, fixed before any comparison with compiled programs:
 
 1. Operations on elements, and changes of layout, are fused into the operations that read them. They
-   cost what they read. A value with several users is written first if that is less to read. A loop
-   shares the pass of an earlier loop over the same value, or of the product that wrote it, unless
-   it needs a value from after that pass (multi-output fusion). Operands of convolutions have their
+   cost what they read, and their operations on the vector units, which hide as in compiled programs
+   (rule 3 of `instruction_time`). A value with several users is written first if that is less to
+   read. A loop shares the pass of an earlier loop over the same value, or of the product that wrote
+   it, unless it needs a value from after that pass (multi-output fusion). The product hides its
+   operations, and the bytes that HBM can move meanwhile. Operands of convolutions have their
    padding (`operation_blocks`). A value that stays on the chip costs no bytes of HBM
    (`on_chip_memory`).
 2. A product (matrix multiplication, convolution, kernel) takes its operations at the rate of large
-   products, or its bytes at the rate of HBM. The last operation on elements is part of it. Products
-   of vectors are operations on elements. Each operation adds what it adds without cycles (rules 6
-   and 7 of `instruction_time`).
+   products and the share of the matrix unit that it fills, or its bytes at the rate of HBM. The
+   last operation on elements is part of it. Products of vectors are operations on elements. Each
+   operation adds what it adds without cycles (rules 6 and 7 of `instruction_time`).
 3. An operand that is split over an axis which the product does not sum or keep is gathered; a
    gathered value is used again in the same block. Devices add up sums over an axis with an
    all-reduce, or with a reduce-scatter where each needs only its part
@@ -19,6 +21,7 @@ The rules, fixed before any comparison with compiled programs:
    state changes. Operations with the same scalar operand and shape are split alike (`hints.link`).
    Slices of a split dim stay split. Values that are joined along a split dim stay split, too. The
    devices exchange parts (`HandleSlice` of XLA's `spmd_partitioner.cc`; programs of libtpu 0.0.50).
+   An all-reduce of a scatter that a loop only adds up runs once, after the loop.
 4. Gathers run in parallel with earlier products of their block on chips that do so: there the next
    operand is gathered meanwhile, so the first one of a loop's body is waited for. A `ppermute`
    starts when its operand exists, and runs in parallel with the products until its result is read.

@@ -27,6 +27,7 @@ class Buffer:
         live_bytes: Bytes that end with its last user; 0 for memory of the caller.
         number: Tick of the clock when it was written.
         last_pass: Tick of the last loop that read it, or of the product that wrote it.
+        spare_bytes: Bytes that HBM can move at no cost while the product computes it.
     """
 
     num_bytes: float
@@ -35,6 +36,20 @@ class Buffer:
     users: int = 0
     live_bytes: float = 0.0
     number: int = dataclasses.field(default_factory=lambda: next(CLOCK))
+    last_pass: int = 0
+    spare_bytes: float = 0.0
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Work:
+    """Operations on elements, which the vector units do where a value is read.
+
+    Attributes:
+        num_ops: Number of operations.
+        last_pass: Tick of the last loop that did them.
+    """
+
+    num_ops: float
     last_pass: int = 0
 
 
@@ -48,6 +63,7 @@ class Value:
         item_bytes: Bytes per element.
         partial: Axes over which the devices have addends of it.
         reads: Buffers that an operation reads to get it: its own, or those of a fused computation.
+        work: Operations of the fused computation.
         origin: Identifies its numbers, which may have another dtype or order there.
         is_single: Whether each value since the last buffer has one use.
         is_state: Whether it follows from the state of the training, and not from the batch.
@@ -59,6 +75,7 @@ class Value:
     item_bytes: float
     partial: frozenset[str] = frozenset()
     reads: frozenset[Buffer] = frozenset()
+    work: frozenset[Work] = frozenset()
     origin: object = None
     is_single: bool = True
     is_state: bool = False

@@ -14,6 +14,7 @@ from tpudist.planner.roofline.sharded_value import (
     Buffer,
     Sizes,
     Value,
+    Work,
     local_shape,
     names_in,
     num_parts,
@@ -114,16 +115,22 @@ class WalkState(DeviceAccount, abc.ABC):
             outputs.append(value)
         # One loop over the elements writes them all, and reads each operand once.
         sources: set[Buffer] = set()
+        work: set[Work] = set()
         num_bytes = 0.0
         for i, value in enumerate(outputs):
-            if self.is_fused(value):
+            keeps = not (i < len(in_place) and in_place[i])
+            if self.is_fused(value) and not self.is_in_product(value):
                 sources |= value.reads
-                keeps = not (i < len(in_place) and in_place[i])
+                work |= value.work
                 outputs[i] = self.new_value(value, is_live=keeps)
                 num_bytes += value.num_bytes
-            else:
-                num_bytes += sum(map(self._on_chip.remove, value.reads))
-        self._spend_bytes(self._read(sources) + num_bytes)
+                continue
+            if self.is_fused(value):
+                value = outputs[i] = self.write(value, is_live=keeps)
+            num_bytes += sum(map(self._on_chip.remove, value.reads))
+        traffic = self._read(sources, work)
+        traffic.hbm_bytes += num_bytes
+        self._spend(traffic)
         self.wait()
         self.cost.hbm_bytes += self._on_chip.hidden_bytes
         self.mark_peak()
@@ -169,9 +176,15 @@ class WalkState(DeviceAccount, abc.ABC):
                 self._free(buffer)
 
     def communicate(
-        self, kind: str, num_bytes: float, axes: frozenset[str], num_sums: int = 0
+        self,
+        kind: str,
+        num_bytes: float,
+        axes: frozenset[str],
+        num_sums: int = 0,
+        *,
+        is_once: bool = False,
     ) -> None:
-        """Adds a collective along axes, after a number of small sums."""
+        """Adds a collective along axes, after a number of small sums, or once after the loop."""
         axes = frozenset(name for name in axes if self.sizes.get(name, 1) > 1)
         if not axes:
             return
@@ -180,6 +193,9 @@ class WalkState(DeviceAccount, abc.ABC):
             self.cost.sums[key] = self.cost.sums.get(key, 0.0) + num_bytes
             return
         seconds = self.network.seconds(kind, num_bytes, axes)
+        if is_once:
+            self.cost.after_s += seconds
+            return
         if kind == "all-gather" and self.network.hides_gathers:
             hidden = min(seconds, self.cost.slack_s)
             self.cost.slack_s -= hidden
@@ -188,8 +204,23 @@ class WalkState(DeviceAccount, abc.ABC):
 
     # Shardings.
 
-    def sum(self, value: Value, target: Axes | None, *, everything: bool = False) -> Value:
-        """Returns a value whose devices have added up their addends, split as in `target`."""
+    def sum(
+        self,
+        value: Value,
+        target: Axes | None,
+        *,
+        everything: bool = False,
+        is_once: bool = False,
+    ) -> Value:
+        """Returns a value whose devices have added up their addends, split as in `target`.
+
+        Args:
+            value: The addends.
+            target: Axes of the result.
+            everything: Whether to add over replicas, too.
+            is_once: Whether the value is only added to another one in each round of a loop. XLA
+                moves an all-reduce of it after the loop (`while_loop_all_reduce_code_motion.cc`).
+        """
         axes = value.partial if everything else value.partial - self.lazy
         if not axes:
             return value
@@ -211,7 +242,7 @@ class WalkState(DeviceAccount, abc.ABC):
             self.communicate("reduce-scatter", value.num_bytes, kept)
             self.communicate("all-reduce", summed.num_bytes, inner - kept, num_sums)
         else:
-            self.communicate("all-reduce", value.num_bytes, inner, num_sums)
+            self.communicate("all-reduce", value.num_bytes, inner, num_sums, is_once=is_once)
         self.communicate("all-reduce", summed.num_bytes, frozenset(axes & self.lazy))
         result = self.new_value(summed)
         for buffer in value.reads:  # the sum of a new value takes its memory

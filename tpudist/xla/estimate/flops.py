@@ -9,6 +9,7 @@ count them. XLA's own count (`cost_analysis()`) is not used: it counts the body 
 import functools
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -82,10 +83,22 @@ def share_of_unit(module: Module, instruction: Instruction, width: int) -> float
     """
     shares = [1.0]
     for kernel in _kernels(module, instruction):
-        row = max((size for name, size in kernel.items() if name.isdigit()), default=1)
-        sizes = row * kernel["i"], kernel["o"]
-        shares.append(math.prod(size / (math.ceil(size / width) * width) for size in sizes))
+        window = [size for name, size in kernel.items() if name.isdigit()]
+        shares.append(share_of_window(window, kernel["i"], kernel["o"], width))
     return min(shares)
+
+
+def share_of_window(window: Sequence[int], inputs: int, outputs: int, width: int) -> float:
+    """Returns the share of a matrix unit that a convolution fills.
+
+    Args:
+        window: Sizes of the window.
+        inputs: Number of input features.
+        outputs: Number of output features.
+        width: Width of the unit.
+    """
+    sizes = max(window, default=1) * inputs, outputs
+    return math.prod(size / (math.ceil(size / width) * width) for size in sizes)
 
 
 def is_of_one_feature(module: Module, instruction: Instruction) -> bool:

@@ -205,17 +205,17 @@ class Rates:
                 seconds += overhead_s
             peak_s = at_rate_s * self.matmul_share
             return Price(seconds, "matmul", num_flops, num_bytes, peak_s, guess)
-        vmem_s = hbm_traffic.vmem_bytes(module, instruction)
-        vmem_s /= _VMEM_OVER_HBM * self.hbm_bytes_per_s
-        bytes_s = max(hbm_s, vmem_s)
         num_ops = vector_work.count(module, instruction)
-        vector_s = (num_ops or 0) / self._vector_ops_per_s
-        most_s = _overlap(bytes_s, vector_s)
-        most_s += self._overhead_s(module, instruction, most_s)
+        vmem_bytes = hbm_traffic.vmem_bytes(module, instruction)
+        bytes_s, vector_s = self.unit_seconds(num_bytes, vmem_bytes, num_ops or 0)
+        uses_hbm, is_product = hbm_traffic.uses(module, instruction), _is_product(instruction)
+        most_s = self.loop_seconds(
+            bytes_s, vector_s, moves=num_ops is None, uses_hbm=uses_hbm, is_product=is_product
+        )
         if cycles is not None:
             seconds = max(cycles / self.other_cycles_per_s, hbm_s, vector_s)
-            is_at_most = hbm_s > vector_s or _is_product(instruction)
-            if is_at_most and num_ops is not None or not hbm_traffic.uses(module, instruction):
+            is_at_most = hbm_s > vector_s or is_product
+            if is_at_most and num_ops is not None or not uses_hbm:
                 seconds = min(seconds, most_s)
             return Price(seconds, "elementwise", 0.0, num_bytes)
         guess = scheduled_cycles.guess(module, instruction)
@@ -282,16 +282,31 @@ class Rates:
         cores = self.chip.cores_in_name / self.chip.devices_per_chip
         return cores * units * _LANES * self.chip.cycles_per_s
 
-    def _overhead_s(self, module: Module, instruction: Instruction, seconds: float) -> float:
-        """Returns by how much an instruction without the matrix unit exceeds its time (rule 6)."""
+    def unit_seconds(
+        self, hbm_bytes: float, vmem_bytes: float, num_ops: float
+    ) -> tuple[float, float]:
+        """Returns the time of the memories and of the vector units."""
+        bytes_s = max(hbm_bytes, vmem_bytes / _VMEM_OVER_HBM) / self.hbm_bytes_per_s
+        return bytes_s, num_ops / self._vector_ops_per_s
+
+    def loop_seconds(
+        self,
+        bytes_s: float,
+        vector_s: float,
+        *,
+        moves: bool,
+        uses_hbm: bool,
+        is_product: bool = False,
+    ) -> float:
+        """Returns the time of these units, and what an instruction adds to it (rules 3, 6, 7)."""
+        seconds = _overlap(bytes_s, vector_s)
         if not seconds:
             return 0.0
-        moves = vector_work.count(module, instruction) is None
-        if not hbm_traffic.uses(module, instruction):
-            return self.vmem_overhead_s(seconds, moves=moves)
-        if _is_product(instruction):
-            return product_overhead_s(seconds, reads=True)
-        return other_overhead_s(seconds) if moves else 2 * COPYING_STEP_S
+        if not uses_hbm:
+            return seconds + self.vmem_overhead_s(seconds, moves=moves)
+        if is_product:
+            return seconds + product_overhead_s(seconds, reads=True)
+        return seconds + (other_overhead_s(seconds) if moves else 2 * COPYING_STEP_S)
 
     def vmem_overhead_s(self, seconds: float, *, moves: bool = False) -> float:
         """Returns what an instruction without an array in HBM adds to its time (rule 7)."""
