@@ -454,6 +454,23 @@ def test_the_ends_of_a_collective_pass_through_hbm(line, num_bytes):
     assert hbm_traffic.collective_bytes(module, hlo_programs.last(module)) == num_bytes
 
 
+@pytest.mark.parametrize("features", [64, 4096])  # HBM needs longer, and the matrix unit
+def test_a_convolution_without_cycles_adds_what_a_read_adds(features):
+    rows = "bf16[32768,4096]{1,0:T(8,128)(2,1)}"
+    module = hlo_programs.program(
+        f"%a = {rows} parameter(0)",
+        f"%b = bf16[4096,{features}]{{1,0:T(8,128)(2,1)}} parameter(1)",
+        f"%c = bf16[32768,{features}]{{1,0:T(8,128)(2,1)}} convolution(%a, %b), "
+        'dim_labels=bf_io->bf, metadata={op_name="jit(f)/conv_general_dilated"}',
+    )
+    module = dataclasses.replace(module, has_cycles=False)
+    rates = instruction_time.Rates.of(V5E)
+    price = rates.price(module, hlo_programs.last(module))
+    products_s = price.flops / rates.flops_per_s() / min(1, features / 128)
+    seconds = max(products_s, price.hbm_bytes / rates.hbm_bytes_per_s)
+    assert price.seconds == pytest.approx(seconds + 1.4e-3 * seconds**0.5)
+
+
 def test_a_copy_without_cycles_takes_its_bytes_and_the_latency_of_the_memory():
     """The rate of the memory was measured with such a copy (v6e, 32 MiB in 49.4 us)."""
     array = "bf16[4096,4096]{1,0:T(8,128)(2,1)}"

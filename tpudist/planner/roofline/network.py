@@ -96,7 +96,7 @@ class Network:
         return 1 / (_pad(small, width) * _pad(large, _SUBLANES) * _pad(summed, width))
 
     def product_seconds(
-        self, flops: float, kind: str, share: float, may_read: bool, num_bytes: float
+        self, flops: float, kind: str, share: float, convolves: bool, num_bytes: float
     ) -> float:
         """Returns the time of a matrix multiplication or convolution.
 
@@ -104,12 +104,12 @@ class Network:
             flops: Number of operations.
             kind: Kind of its numbers.
             share: Share of the matrix unit that it fills.
-            may_read: Whether it is a product that only reads if its bytes take longer.
+            convolves: Whether it is a convolution, which always waits as if it only read.
             num_bytes: Bytes to and from HBM.
         """
         at_rate_s = flops / self.rates.flops_per_s((kind,)) / share
         hbm_s = num_bytes / self.rates.hbm_bytes_per_s
-        seconds, reads = max(at_rate_s, hbm_s), may_read and hbm_s > at_rate_s
+        seconds, reads = max(at_rate_s, hbm_s), convolves or hbm_s > at_rate_s
         overhead_s = instruction_time.product_overhead_s(seconds, reads=reads)
         if not num_bytes:
             overhead_s = min(overhead_s, self.rates.vmem_overhead_s(seconds))

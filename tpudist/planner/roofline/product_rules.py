@@ -102,9 +102,9 @@ class ProductRules(ElementRules):
         kind = chips.kind_of_products(map(model_flops.bits_of, operation.eqn.invars[:2]))
         operands = left, right, *others
         if share:
-            may_read = operation.name == "dot_general"
+            convolves = operation.name == "conv_general_dilated"
             seconds_of = functools.partial(
-                self.network.product_seconds, flops, kind, share, may_read
+                self.network.product_seconds, flops, kind, share, convolves
             )
             is_live = number not in self.block.accumulated
             written = self.write_product(flops, seconds_of, operands, result, is_live=is_live)

@@ -53,10 +53,11 @@ programs:
 6. A program without machine code (`compile_elsewhere`) has no cycles. To the t us of rule 2
    a product adds 3 sqrt(t) us, and an instruction that moves numbers, such as a transposed copy,
    6 sqrt(t), at most 15 us: short ones are less efficient. These numbers are from XLA's cycles of
-   99 programs of this repository's tests and examples: 80 % of the programs take 0.84 to 1.15 times
-   as long by their cycles (with all rules, 0.86 to 1.07). A product for
-   which HBM needs longer adds 1.4 sqrt(t): the median by rule 1 of products of 8 to 128 rows and
-   matrices of 8 MiB to 512 MiB on v4, v5e, v5p, v6e and tpu7x (0.4 to 2.3 for 80 % of them).
+   99 programs of this repository: 80 % of them take 0.84 to 1.15 times as long by their cycles
+   (with all rules, 0.86 to 1.07). A product for which HBM needs longer adds 1.4 sqrt(t): the median
+   by rule 1 of products of 8 to 128 rows and matrices of 8 MiB to 512 MiB on v4, v5e, v5p, v6e and
+   tpu7x (0.4 to 2.3 for 80 % of them). A convolution adds as much: with a batch norm, its machine
+   program for v5e takes 0.3 to 0.5 of the time of its bytes or, if larger, 0.8 to 1.2 of rule 2.
    A copy in the same layout, which the rate of rule 2 was measured with, only waits for the memory
    before it reads and before it writes: 0.35 us each (rule 3). The same holds for elementwise
    operations, slices and updates in place. By XLA's cycles, those of loops add 0 to 0.6 us.
@@ -189,7 +190,8 @@ class Rates:
         if num_flops:
             kinds = flops.kinds_of_products(module, instruction) or {"bf16"}
             at_rate_s = num_flops / self.flops_per_s(kinds)
-            reads = hbm_s > at_rate_s and not flops.is_convolution(module, instruction)
+            convolves = flops.is_convolution(module, instruction)
+            reads = hbm_s > at_rate_s and not convolves
             cycles_per_s = self.read_cycles_per_s if reads else self.matmul_cycles_per_s
             passes_s = at_rate_s * flops.num_passes(module, instruction)
             seconds = max((cycles or 0) / cycles_per_s, passes_s, hbm_s)
@@ -199,7 +201,7 @@ class Rates:
                     guess = "convolution of one feature"
                 share = flops.share_of_unit(module, instruction, self.unit_width)
                 seconds = max(seconds, passes_s / share)
-                overhead_s = product_overhead_s(seconds, reads=reads)
+                overhead_s = product_overhead_s(seconds, reads=reads or convolves)
                 if not hbm_traffic.uses(module, instruction):
                     overhead_s = min(overhead_s, self.vmem_overhead_s(seconds))
                 seconds += overhead_s
