@@ -77,6 +77,17 @@ def test_a_small_value_between_products_stays_on_the_chip(topology, rows, is_on_
         assert found.hbm_bytes >= whole + 2 * 2 * rows * WIDTH  # written and read
 
 
+@pytest.mark.parametrize(("rows", "is_on_chip"), [(1024, True), (8 * 1024, False)])
+def test_a_small_loop_keeps_its_values_on_the_chip(rows, is_on_chip):
+    def step(x, layers):
+        return jax.lax.scan(lambda x, layer: (jnp.tanh(x @ layer), x), x, layers)
+
+    inputs = ((8 * rows, 1024), (("data",), ())), ((8, 1024, 1024), ((), (), ()))
+    found = estimate(program(step, *inputs, replaced=(None, None)), network(data=8))
+    whole = 2 * 1024 * (rows + 8 * 1024 + 8 * rows)  # arguments and results
+    assert (found.hbm_bytes <= 1.2 * whole) == is_on_chip
+
+
 def test_loops_over_the_same_values_read_them_once():
     def step(x):
         return x.sum(1), (x * x).sum(1), (x - x.max(1, keepdims=True)).max(1)

@@ -17,11 +17,14 @@ class OnChipMemory:
     values.
 
     Attributes:
+        capacity: Bytes for values.
+        holds_all: Whether all values of the block are here, because those of its loop fit.
         hidden_bytes: Bytes that HBM wrote while a product computed the values.
     """
 
     def __init__(self, generation: str):
-        self._capacity = max(0, _CAPACITY.get(generation, 0) - _SCOPED)
+        self.capacity = max(0, _CAPACITY.get(generation, 0) - _SCOPED)
+        self.holds_all = False
         self._used = self.hidden_bytes = 0.0
         # Bytes that HBM lacks of each value, and the part of them that HBM can write at no cost.
         self._values: dict[Buffer, tuple[float, float]] = {}
@@ -31,11 +34,13 @@ class OnChipMemory:
         if buffer in self._values:
             self._values[buffer] = self._values.pop(buffer)
             return True
+        if self.holds_all:
+            return True
         return bool(buffer.parents) and all(map(self.has, buffer.parents))
 
     def has_room(self, num_bytes: float) -> bool:
         """Returns whether a value fits if all others leave."""
-        return num_bytes <= self._capacity
+        return self.holds_all or num_bytes <= self.capacity
 
     def keep(self, buffer: Buffer, unwritten: float = 0.0, hidden: float = 0.0) -> float:
         """Puts a value into VMEM if it fits; returns the bytes that are written for it.
@@ -45,12 +50,14 @@ class OnChipMemory:
             unwritten: Bytes that are not in HBM.
             hidden: Part of them that HBM can write while a product computes the value.
         """
+        if self.holds_all:
+            return 0.0
         if not self.has_room(buffer.num_bytes):
             return unwritten
         self._values[buffer] = unwritten, hidden
         self._used += buffer.num_bytes
         written = 0.0
-        while self._used > self._capacity:
+        while self._used > self.capacity:
             written += self.remove(next(iter(self._values)))
         return written
 

@@ -9,7 +9,7 @@ The rules, fixed before any comparison with compiled programs:
    it, unless it needs a value from after that pass (multi-output fusion). The product hides its
    operations, and the bytes that HBM can move meanwhile. Operands of convolutions have their
    padding (`operation_blocks`). A value that stays on the chip costs no bytes of HBM
-   (`on_chip_memory`).
+   (`on_chip_memory`), also in a loop if all its values fit.
 2. A product (matrix multiplication, convolution, kernel) takes its operations at the rate of large
    products and the share of the matrix unit that it fills, or its bytes at the rate of HBM. The
    last operation on elements is part of it. Products of vectors are operations on elements. Each
@@ -33,6 +33,7 @@ The rules, fixed before any comparison with compiled programs:
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,6 +82,7 @@ class Walk(ProductRules):
     def _inner(self, operation: Operation, which: int, depth: int) -> "Walk":
         body = Walk(operation.bodies[which], self.network, self.traced, self.lazy, depth)
         body.scales = self.scales
+        body._on_chip.holds_all = self._on_chip.holds_all
         return body
 
     def _scan(self, operation: Operation, loop: Scan) -> list[Value]:
@@ -105,21 +107,36 @@ class Walk(ProductRules):
             requests[: loop.num_carry] = found
             carry = [self.reshard(x, axes) for x, axes in zip(carry, found, strict=True)]
             body, outputs = self._run_loop_body(operation, consts, carry, rows, requests)
+        arrays = self.arrays(operation)[loop.num_carry :]
         stacked = [
             dataclasses.replace(x, shape=(loop.length, *x.shape), axes=((), *x.axes), origin=None)
             for x in outputs[loop.num_carry :]
         ]
-        arrays = self.arrays(operation)[loop.num_carry :]
         on_device = sum(
             x.num_bytes for x, a in zip(stacked, arrays, strict=True) if not a.is_on_host
         )
+        # The loop writes each row of a stack into it, and reads broadcast values from nothing.
+        inputs = frozenset().union(*(x.reads for x in values))
+        num_bytes = sum(x.num_bytes for x in inputs) + on_device + body.cost.peak_bytes
+        num_bytes -= on_device / loop.length
+        is_on_chip = self._on_chip.holds_all or num_bytes <= self._on_chip.capacity
+        if is_on_chip and not self._on_chip.holds_all:
+            self._spend(self._read(inputs, is_loop=False))
+            body, outputs = self._run_loop_body(operation, consts, carry, rows, requests, True)
+        elif not is_on_chip:
+            self.leave_chip()
+        self.wait()
         self.mark_peak(on_device + body.cost.peak_bytes)
         self.cost.add(body.cost, loop.length)
         results = [self.new_value(x) for x in outputs[: loop.num_carry]]
-        return results + [
+        results += [
             self.new_value(x, is_live=not a.is_on_host)
             for x, a in zip(stacked, arrays, strict=True)
         ]
+        if is_on_chip:
+            for buffer in itertools.chain.from_iterable(x.reads for x in results):
+                self._spend_bytes(self._on_chip.keep(buffer, buffer.num_bytes))
+        return results
 
     def _run_loop_body(
         self,
@@ -128,10 +145,10 @@ class Walk(ProductRules):
         carry: list[Value],
         rows: list[Value],
         requests: Sequence[Axes | None],
+        is_on_chip: bool = False,
     ) -> tuple["Walk", list[Value]]:
-        self.leave_chip()
-        self.wait()
         body = self._inner(operation, 0, self.depth + 1)
+        body._on_chip.holds_all |= is_on_chip
         in_place = [True] * len(carry)
         return body, body.run([*consts, *carry, *rows], requests, in_place)
 
