@@ -106,53 +106,6 @@ def test_a_convolution_counts_only_products_inside_the_array(window, labels, sha
     assert flops.kinds_of_products(module, hlo_programs.last(module)) == {"bf16"}
 
 
-@pytest.mark.parametrize(
-    ("kernel", "labels", "name", "share", "is_line"),
-    [
-        ("7,7,3,64", "b01f_01io->b01f", "conv_general_dilated", 7 * 3 / 128 * 64 / 128, False),
-        ("64,128,3,3", "b01f_oi01->b01f", "conv_general_dilated", 64 / 128, False),
-        ("400,1,128", "b0f_0io->b0f", "conv_general_dilated", 400 / 512, True),
-        ("7,7,3,64", "b01f_01io->b01f", "dot_general", 1, False),
-    ],
-)
-def test_a_convolution_of_few_features_fills_a_part_of_the_matrix_unit(
-    kernel, labels, name, share, is_line
-):
-    image = ",".join("8" for _ in kernel.split(","))
-    module = hlo_programs.program(
-        f"%a = bf16[{image}] parameter(0)",
-        f"%b = bf16[{kernel}] parameter(1)",
-        f"%c = bf16[{image}] convolution(%a, %b), dim_labels={labels}, "
-        f'metadata={{op_name="jit(f)/{name}"}}',
-    )
-    assert flops.share_of_unit(module, hlo_programs.last(module), 128) == pytest.approx(share)
-    assert flops.is_of_one_feature(module, hlo_programs.last(module)) == is_line
-
-
-@pytest.mark.parametrize(
-    ("image", "kernel", "bundles"),  # machine programs for v5e (libtpu 0.0.50)
-    [
-        ("80,80,32,128", "3,3,32,32", 187_340),
-        ("80,80,32,128", "3,3,64,32", 357_728),
-        ("80,80,32,128", "3,3,3,32", 62_550),
-        ("112,112,64,128", "7,7,3,64", 562_324),
-        ("112,112,64,128", "4,4,12,64", 440_496),
-    ],
-)
-def test_images_in_lanes_fill_the_matrix_unit(image, kernel, bundles):
-    dims, window = ([int(size) for size in text.split(",")] for text in (image, kernel))
-    few = f"bf16[{image}]{{3,2,1,0:T(8,128)(2,1)}}"
-    module = hlo_programs.program(
-        f"%a = {few} parameter(0)",
-        f"%b = bf16[{kernel}] parameter(1)",
-        f"%c = {few} convolution(%a, %b), dim_labels=01fb_01io->01fb, "
-        'metadata={op_name="jit(f)/conv_general_dilated"}',
-    )
-    share = flops.share_of_unit(module, hlo_programs.last(module), 128)
-    products = math.prod(dims[:2]) * dims[3] * math.prod(window)
-    assert products / (4 * 128 * 128) / share == pytest.approx(bundles, rel=0.18)
-
-
 def test_matrix_products_inside_fusions_count():
     module = hlo_programs.program(
         "%a = s8[4,5] parameter(0)",

@@ -12,7 +12,7 @@ from tpudist.planner.roofline.operation_blocks import Array, Operation
 from tpudist.planner.roofline.sharded_value import Axes, Value, num_parts, unsplit
 from tpudist.programs.jaxpr_structure import Kernel
 from tpudist.xla.estimate import kernels
-from tpudist.xla.estimate.flops import share_of_window
+from tpudist.xla.estimate.convolutions import share_of_window
 from tpudist.xla.hardware import chips
 
 _PASSES = {"HIGH": 3.0, "HIGHEST": 6.0}  # of bfloat16 for a product of float32

@@ -9,7 +9,6 @@ count them. XLA's own count (`cost_analysis()`) is not used: it counts the body 
 import functools
 import math
 import re
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,7 +24,6 @@ _LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 _PRECISION = re.compile(r"\boperand_precision=\{(\w+),(\w+)\}")
 # Passes over bfloat16 for a product of float32 (docs.jax.dev: jax.lax.Precision).
 _PASSES = {"default": 1, "high": 3, "highest": 6}
-_SUBLANES, _BUNDLES_PER_PRODUCT = 8, 1.25  # see `share_of_window`
 _CONTRACTING = re.compile(r"\blhs_contracting_dims=\{([\d,]*)\}")
 
 
@@ -73,71 +71,6 @@ def is_convolution(module: Module, instruction: Instruction) -> bool:
     """Returns whether the user convolves: XLA writes each product as a convolution, too."""
     parts = (instruction, *module.parts_of(instruction))
     return any("conv_general_dilated" in part.op_name for part in parts)
-
-
-def share_of_unit(module: Module, instruction: Instruction, width: int) -> float:
-    """Returns the share of a matrix unit that convolutions fill; 1 for other products."""
-    shares = [1.0]
-    for kernel, num_images in _kernels(module, instruction):
-        window = [size for name, size in kernel.items() if name.isdigit()]
-        shares.append(share_of_window(window, kernel["i"], kernel["o"], width, num_images))
-    return min(shares)
-
-
-def share_of_window(
-    window: Sequence[int], inputs: int, outputs: int, width: int, num_images: int = 0
-) -> float:
-    """Returns the share of a matrix unit that a convolution fills.
-
-    The unit multiplies the input features of a row of the window with the output features. The
-    machine programs for v5e of windows of 3 x 3 over 4, 16, 64 and 128 features take 0.9 to 1.1 of
-    the time by this share (libtpu 0.0.50). If images fill the lanes of the result, the unit
-    multiplies as many complete positions of the window as fit with the images, for each eight
-    output features. Machine programs of five such convolutions of 3 to 64 features (3 x 3, 4 x 4
-    and 7 x 7) take 1.08 to 1.4 times as long as their multiplications. The estimate is 1.25 times.
-
-    Args:
-        window: Sizes of the window.
-        inputs: Number of input features.
-        outputs: Number of output features.
-        width: Width of the unit.
-        num_images: Number of images in the lanes of the result; 0 if they have features.
-    """
-    if not num_images:
-        sizes = max(window, default=1) * inputs, outputs
-        return math.prod(size / _padded(size, width) for size in sizes)
-    taps = math.prod(window)
-    passes = math.ceil(taps / max(1, width // inputs)) * math.ceil(inputs / width)
-    filled = taps * inputs / (passes * width) * num_images / _padded(num_images, width)
-    return filled * outputs / _padded(outputs, _SUBLANES) / _BUNDLES_PER_PRODUCT
-
-
-def _padded(size: int, multiple: int) -> int:
-    return math.ceil(size / multiple) * multiple
-
-
-def is_of_one_feature(module: Module, instruction: Instruction) -> bool:
-    """Returns whether the user convolves a line of numbers, as `jnp.convolve` does.
-
-    XLA's cycles are then 1 to 128 times those by `share_of_unit`, or more.
-    """
-    kernels = (kernel for kernel, _ in _kernels(module, instruction))
-    return any(kernel["i"] == 1 and len(kernel) == len("io0") for kernel in kernels)
-
-
-def _kernels(module: Module, instruction: Instruction) -> list[tuple[dict[str, int], int]]:
-    """Returns the dims of the kernels of the user's convolutions, and the images in lanes."""
-    if not is_convolution(module, instruction):
-        return []
-    kernels = []
-    for part in module.parts_of(instruction):
-        if part.opcode == "convolution" and (labels := _LABELS.search(part.attributes)):
-            dims = module.operands_of(part)[1].arrays[0].dims
-            result = part.arrays[0]
-            lanes = result.minor_to_major[0] if result.minor_to_major else len(result.dims) - 1
-            num_images = result.dims[lanes] if labels[3][lanes] == "b" else 0
-            kernels.append((dict(zip(labels[2], dims, strict=True)), num_images))
-    return kernels
 
 
 def _dot(attributes: str, lhs: Shape, rhs: Shape, out: Shape) -> float:

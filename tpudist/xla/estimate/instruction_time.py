@@ -23,8 +23,7 @@ programs:
    Another instruction takes at least its operations on the vector units: 1 Mi random numbers take
    14 us by these cycles, 22 us by their operations, and 25 us by the machine program for v5e.
    Without cycles, these operations and the bytes hide as in rule 3. A convolution without cycles
-   fills the matrix unit as a kernel does, with the output features, and with the input features of
-   a row of its window. It is guessed if it has one input feature and one dim.
+   fills a part of the matrix unit (`convolutions`). It is guessed if it has few input features.
 3. A custom kernel, for which XLA has no cycles, takes the time of its units and of its grid:
    - The matrix unit takes its FLOPs at that share of the peak. The share is smaller if its matrices
      are narrower than the unit: a head of 128 fills half of a unit that is 256 wide (v6e and tpu7x:
@@ -77,6 +76,7 @@ import statistics
 from collections.abc import Callable, Iterable
 
 from tpudist.xla.estimate import flops, hbm_traffic, kernels, scheduled_cycles, vector_work
+from tpudist.xla.estimate.convolutions import use_of_unit
 from tpudist.xla.estimate.microbenchmarks import (
     COPY_BYTES,
     COPY_CYCLES,
@@ -190,21 +190,21 @@ class Rates:
         if num_flops:
             kinds = flops.kinds_of_products(module, instruction) or {"bf16"}
             at_rate_s = num_flops / self.flops_per_s(kinds)
+            passes_s = at_rate_s * flops.num_passes(module, instruction)
+            use = use_of_unit(module, instruction, self.unit_width)
+            filled_s = passes_s / use.share + use.cycles / self.chip.cycles_per_s
             convolves = flops.is_convolution(module, instruction)
             reads = hbm_s > at_rate_s and not convolves
             cycles_per_s = self.read_cycles_per_s if reads else self.matmul_cycles_per_s
-            passes_s = at_rate_s * flops.num_passes(module, instruction)
-            seconds = max((cycles or 0) / cycles_per_s, passes_s, hbm_s)
-            guess = ""
-            if not module.has_cycles:
-                if flops.is_of_one_feature(module, instruction):
-                    guess = "convolution of one feature"
-                share = flops.share_of_unit(module, instruction, self.unit_width)
-                seconds = max(seconds, passes_s / share)
+            cycles_s = 0.0 if use.replaces_cycles else (cycles or 0) / cycles_per_s
+            seconds = max(cycles_s, passes_s, hbm_s)
+            if use.replaces_cycles or not module.has_cycles:
+                seconds = max(seconds, filled_s)
                 overhead_s = product_overhead_s(seconds, reads=reads or convolves)
                 if not hbm_traffic.uses(module, instruction):
                     overhead_s = min(overhead_s, self.vmem_overhead_s(seconds))
                 seconds += overhead_s
+            guess = use.guess if filled_s > hbm_s else ""
             peak_s = at_rate_s * self.matmul_share
             return Price(seconds, "matmul", num_flops, num_bytes, peak_s, guess)
         num_ops = vector_work.count(module, instruction)
