@@ -54,6 +54,13 @@ def make_plain_step():
     return plain_step, (weights, rows), figures
 
 
+def make_plain_layout(candidate):
+    """A step of plain JAX on the mesh of a candidate."""
+    axes = candidate.mesh_axes
+    specs = jax.P("fsdp" if "fsdp" in axes else None), jax.P([x for x in axes if x != "tensor"])
+    return plain_step, make_plain_step()[1], {"in_shardings": specs, "donate_argnums": 0}
+
+
 def plain_step(weights, rows):
     """Trains weights `[width, width]` by one step of gradient descent."""
     return weights - jax.grad(lambda w: jnp.square(rows @ w).mean())(weights)

@@ -224,7 +224,7 @@ def test_a_file_that_exits_on_import_is_reported_with_its_line(capsys, tmp_path)
 def test_a_users_file_may_have_the_name_of_an_installed_module(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of the file is added
     (tmp_path / "optax.py").write_text("def make_step(candidate):\n    return 1, 2, 3\n")
-    assert user_step.load("optax.py:make_step", "v5e-8")(None) == (1, 2, 3)
+    assert user_step.load("optax.py:make_step", "v5e-8").make(None) == (1, 2, 3)
     assert sys.modules["optax"] is optax
 
 
@@ -324,9 +324,11 @@ def test_a_step_of_plain_jax_is_planned_with_the_mesh_that_it_returns(capsys):
     assert (found.name, found.mesh, found.topology) == ("plain_step", {"data": 4}, "v5e-4")
     assert found.model_flops == 2 * 2 * 64 * 256**2
     for option in ("--search", "--replica-axes=fsdp=2"):
-        assert "make_plain_step is a step of plain JAX" in refusal(
-            capsys, option, step=f"{STEPS}:make_plain_step"
-        )
+        assert "make_step(candidate)" in refusal(capsys, option, step=f"{STEPS}:make_plain_step")
+    assert plan("--replica-axes=fsdp=2", "--json", "-", step=f"{STEPS}:make_plain_layout") == 0
+    assert Plan.from_json(capsys.readouterr().out).mesh == {"data": 2, "fsdp": 2}
+    assert plan("--search", "--compiles", "0", step=f"{STEPS}:make_plain_layout") == 0
+    assert "fsdp=2 tensor=2" in capsys.readouterr().out
 
 
 @pytest.mark.libtpu

@@ -49,7 +49,7 @@ def make_value():
 def load(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])  # the folder of the file is added
     (tmp_path / "own_steps.py").write_text(FILE)
-    return lambda name: user_step.load(f"{tmp_path}/own_steps.py:{name}", "v5e-128")
+    return lambda name: user_step.load(f"{tmp_path}/own_steps.py:{name}", "v5e-128").make
 
 
 @pytest.mark.parametrize("name", ["traced", "make_traced"])
@@ -86,14 +86,18 @@ def test_the_main_of_absl_receives_no_arguments_and_the_defaults_of_flags(tmp_pa
         "rate = flags.DEFINE_float('rate_of_this_test', 0.5, '')\n"
         "def main(argv): return abs, (rate.value, len(argv))\n"
     )
-    assert user_step.load(f"{tmp_path}/own_flags.py:main", "v5e-8")(None) == (None, abs, (0.5, 1))
+    assert user_step.load(f"{tmp_path}/own_flags.py:main", "v5e-8").make(None) == (
+        None,
+        abs,
+        (0.5, 1),
+    )
 
 
 @pytest.mark.slow
 def test_a_step_sees_as_many_devices_as_its_slice(tmp_path):
     """Otherwise a program that makes a mesh of `jax.device_count()` devices would use one."""
     (tmp_path / "own_steps.py").write_text(FILE)
-    load = "user_step.load('own_steps.py:make_counted', 'v5e-16')(None)"
+    load = "user_step.load('own_steps.py:make_counted', 'v5e-16').make(None)"
     program = f"from tpudist.cli import user_step; print({load}[2][0].shape)"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     for name in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from tpudist.cli import reference, user_step
 from tpudist.cli.calibration_choice import find_calibration
 from tpudist.cli.console import print_message, print_parts, print_text
 from tpudist.cli.errors import WrongUse, explain_write_errors
-from tpudist.planner.layouts import search_outcomes
+from tpudist.planner.layouts import first_pass, search_outcomes
 from tpudist.planner.layouts.layout_search import MakeStep
 from tpudist.planner.show.formats import format_error, format_seconds, plural
 from tpudist.planner.show.html import format_html, format_page
@@ -126,6 +126,7 @@ class _StepSource:
 
     def __init__(self, options: Options, slice_: Slice):
         self._user_step = options.step
+        self._takes_candidate = True
         self.replica_axes: dict[str, int] = {}
         self.microbatches = 1
         self.calibration = find_calibration(
@@ -133,9 +134,9 @@ class _StepSource:
         )
         if options.step is not None:
             reference.refuse_sizes(options.model, options.step)
-            self.make_step = _override_tokens(
-                user_step.load(options.step, options.topology), options.tokens_per_step
-            )
+            loaded = user_step.load(options.step, options.topology)
+            self.make_step = _override_tokens(loaded.make, options.tokens_per_step)
+            self._takes_candidate = loaded.takes_candidate
             self.tokens_per_step = options.tokens_per_step
             self.remat = options.remat or ("none",)
             return
@@ -154,6 +155,14 @@ class _StepSource:
         self.remat = options.remat or defaults
         self.replica_axes = sized.replica_axes
         self.microbatches = sized.microbatches
+
+    def require_candidate(self, options: str) -> None:
+        """Raises WrongUse if the user's function cannot follow the options of a layout."""
+        if not self._takes_candidate:
+            raise WrongUse(
+                f"{self._user_step} is a step of plain JAX without a candidate, so {options} "
+                f"cannot change it. {user_step.RULE_OF_CANDIDATES}"
+            )
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
@@ -196,25 +205,18 @@ def _plan(options: Options, source: _StepSource) -> int:
             source.microbatches if options.microbatches == (1,) else options.microbatches[0],
             topology.devices(options.topology),
         )
-        strategy, fn, args, *more = source.make_step(candidate)
-        more_arguments: dict[str, Any] = {
+        step = source.make_step(candidate)
+        if step[0] is None and (
+            options.replica_axes or options.remat or options.microbatches != (1,)
+        ):
+            source.require_candidate("--replica-axes, --remat and --microbatches")
+        defaults = {
             "tokens_per_step": source.tokens_per_step,
             "calibration": source.calibration,
             "complete": options.complete,
             "extrapolate": options.extrapolate,
         }
-        more_arguments |= more[0] if more else {}
-        more_arguments |= {"topology": options.topology, "cache": options.cache}
-        if strategy is None:
-            if options.replica_axes or options.remat or options.microbatches != (1,):
-                raise WrongUse(
-                    f"{options.step} is a step of plain JAX, which has no replicas: omit "
-                    "--replica-axes, --remat and --microbatches. Its shardings, or the mesh that "
-                    "it returns, split it."
-                )
-            plan = planner.plan(fn, *args, **more_arguments)
-        else:
-            plan = strategy.plan(fn, args, **more_arguments)
+        plan = first_pass.plan(step, candidate, defaults, {"cache": options.cache})
     report = describe_plan(plan, options.steps, options.price_per_chip_hour)
     try:
         with explain_write_errors():
@@ -235,13 +237,10 @@ def _parse_geometry(text: str) -> dict[str, int]:
 
 
 def _search(options: Options, source: _StepSource) -> int:
-    def make_step(candidate: planner.Candidate) -> tuple[Any, ...]:
-        step = tuple(source.make_step(candidate))
+    def make_step(candidate: planner.Candidate) -> Sequence[Any]:
+        step = source.make_step(candidate)
         if step[0] is None:
-            raise WrongUse(
-                f"{options.step} is a step of plain JAX, and --search compares layouts of a "
-                "strategy. Plan it without --search, or return (strategy, fn, args)."
-            )
+            source.require_candidate("--search")
         return step
 
     with source.explain_errors():

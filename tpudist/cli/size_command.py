@@ -191,7 +191,7 @@ def _make_sizer(options: Options, names: list[str]) -> tuple[Sizer, dict[str, in
         "max_compiles": options.compiles,
     }
     if options.step is not None:
-        make_step = user_step.load(options.step, names[0])
+        make_step = user_step.load(options.step, names[0]).make
         sizer = Sizer(make_step, options.tokens_per_row or 1, **more)
         return sizer, dict.fromkeys(names, options.rows or 1)
     models = {x: reference.make_reference(options.model, slices.parse(x)) for x in names}

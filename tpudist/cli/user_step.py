@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import importlib
@@ -30,6 +31,10 @@ RULE = (
     "Name a function make_step(candidate) that returns (strategy, fn, args), or for plain JAX a "
     "function make_step() that returns (fn, args); as my_module:make_step or "
     "my_folder/my_file.py:make_step."
+)
+RULE_OF_CANDIDATES = (
+    "Write a function make_step(candidate) that follows candidate.mesh_axes, candidate.remat and "
+    "candidate.microbatches."
 )
 # What a step itself needs, if it was named in place of the function that makes it.
 _RULE_OF_STEPS = (
@@ -64,10 +69,23 @@ _MAX_NAMES = 8  # of functions in a message
 _MAX_EMULATED = 64
 
 
-def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
+@dataclasses.dataclass(frozen=True)
+class UserStep:
+    """A function of the user that makes a step.
+
+    Attributes:
+        make: Returns a step, for a candidate.
+        takes_candidate: Whether the function of the user receives the candidate.
+    """
+
+    make: Callable[[Candidate], tuple[Any, ...]]
+    takes_candidate: bool
+
+
+def load(name: str, topology: str) -> UserStep:
     """Returns the function of a name; modules in the current folder come first.
 
-    The returned function gives the strategy, the step and its arguments, and perhaps a dict of
+    It gives the strategy, the step and its arguments, and perhaps a dict of
     arguments of `Strategy.plan`. For a step of plain JAX there is no strategy (None), and the dict
     has arguments of `planner.plan`.
 
@@ -101,7 +119,7 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
     # An attribute of the user's module, which may not exist.
     make_step = getattr(module, attribute, None)
     if isinstance(make_step, jax.stages.Lowered | jax.stages.Traced):
-        return lambda candidate: (None, make_step, ())
+        return UserStep(lambda candidate: (None, make_step, ()), takes_candidate=False)
     if not callable(make_step):
         raise WrongUse(f"{place} has no function {attribute!r}.{_list_functions(module)} {RULE}")
 
@@ -142,7 +160,7 @@ def load(name: str, topology: str) -> Callable[[Candidate], tuple[Any, ...]]:
             raise
         return _check(step, name)
 
-    return make_checked_step
+    return UserStep(make_checked_step, takes_candidate=bool(num_required))
 
 
 def _emulate_slice(topology: str) -> None:

@@ -123,30 +123,55 @@ def plan(
     with show_progress(progress) as report:
         report("tracing", 0.0)
         started = time.monotonic()
-        if isinstance(step, jax.stages.Lowered | jax.stages.Traced):
-            if args or kwargs or mesh is not None or in_shardings is not None:
-                raise TypeError(
-                    "planner.plan received a lowered program and arguments. A lowered program has "
-                    "its shapes and shardings: pass it alone, or pass the function instead of it."
-                )
-            require_no_argnums("a lowered program", argnums)
-            lowered = lower_program(step, Placement(topology, None))
-        elif not callable(step):
-            raise TypeError(
-                f"planner.plan received {step!r}, a {type(step).__name__}. Pass a function of JAX "
-                "and its arguments, or what its `lower` returns. For a step of a strategy call "
-                "strategy.plan."
+        if callable(step):
+            program = keras_scope.open_program(
+                step, args, kwargs or {}, in_shardings, topology, None
             )
-        elif program := keras_scope.open_program(
-            step, args, kwargs or {}, in_shardings, topology, None
-        ):
-            require_no_argnums(f"{program.name}, a method of Keras", argnums)
-            return plan_method(program, mesh, request, report)
-        else:
-            _check_positional(step, args, kwargs or {})
-            values = args, dict(kwargs or {}), in_shardings
-            lowered = _lower_step(step, values, topology, mesh, argnums)
+            if program:
+                require_no_argnums(f"{program.name}, a method of Keras", argnums)
+                return plan_method(program, mesh, request, report)
+        lowered = lower_step(
+            step,
+            args,
+            kwargs=kwargs,
+            topology=topology,
+            mesh=mesh,
+            in_shardings=in_shardings,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+        )
         return _plan_call(lowered, request, report, time.monotonic() - started)
+
+
+def lower_step(
+    step: Step,
+    args: tuple,
+    *,
+    kwargs: Mapping[str, PyTree] | None = None,
+    topology: str | None = None,
+    mesh: MeshLike | None = None,
+    in_shardings: PyTree = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+) -> LoweredCall:
+    """Lowers a step for its arguments; raises what `plan` raises."""
+    argnums = donate_argnums, static_argnums
+    if isinstance(step, jax.stages.Lowered | jax.stages.Traced):
+        if args or kwargs or mesh is not None or in_shardings is not None:
+            raise TypeError(
+                "planner.plan received a lowered program and arguments. A lowered program has "
+                "its shapes and shardings: pass it alone, or pass the function instead of it."
+            )
+        require_no_argnums("a lowered program", argnums)
+        return lower_program(step, Placement(topology, None))
+    if not callable(step):
+        raise TypeError(
+            f"planner.plan received {step!r}, a {type(step).__name__}. Pass a function of JAX "
+            "and its arguments, or what its `lower` returns. For a step of a strategy call "
+            "strategy.plan."
+        )
+    _check_positional(step, args, kwargs or {})
+    return _lower_placed(step, (args, dict(kwargs or {}), in_shardings), topology, mesh, argnums)
 
 
 def _check_positional(step: Callable[..., Any], args: tuple, kwargs: Mapping[str, PyTree]) -> None:
@@ -167,7 +192,7 @@ def _check_positional(step: Callable[..., Any], args: tuple, kwargs: Mapping[str
         ) from error
 
 
-def _lower_step(
+def _lower_placed(
     step: Callable[..., Any],
     values: tuple[tuple, dict[str, Any], PyTree],
     topology: str | None,

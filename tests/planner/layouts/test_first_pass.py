@@ -126,3 +126,51 @@ def test_estimates_rank_layouts_as_compiled_plans_do(make_step):
     assert np.corrcoef(ranks.T)[0, 1] >= 0.8
     best = result.outcomes[int(np.argmin(both[:, 0]))]
     assert best.step_s <= 1.05 * result.best.step_s
+
+
+def _plain_step(candidate):
+    """Returns two products of plain JAX, whose weights are split by fsdp, and whose rows by all."""
+    axes = candidate.mesh_axes
+    specs = [jax.P("fsdp" if "fsdp" in axes else None)] * 2, jax.P(tuple(axes))
+    weights = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 2
+
+    def step(weights, rows):
+        def loss(weights):
+            return jnp.square(jnp.tanh(rows @ weights[0]) @ weights[1]).mean()
+
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+    arrays = weights, jax.ShapeDtypeStruct((8192, 4096), jnp.float32)
+    return step, arrays, specs
+
+
+def _with_specs(candidate):
+    step, arrays, specs = _plain_step(candidate)
+    return None, step, arrays, {"in_shardings": specs, "donate_argnums": 0}
+
+
+def _with_own_mesh(candidate):
+    step, arrays, specs = _plain_step(candidate)
+    names = candidate.mesh_axes
+    mesh = jax.make_mesh(
+        tuple(names.values()),
+        tuple(names),
+        devices=candidate.devices,
+        axis_types=(jax.sharding.AxisType.Auto,) * len(names),
+    )
+    shardings = jax.tree.map(lambda x: jax.NamedSharding(mesh, x), specs)
+    return None, jax.jit(step, in_shardings=shardings, donate_argnums=0), arrays
+
+
+def test_steps_of_plain_jax_are_ranked_like_their_plans():
+    how = {"geometries": [{}, {"fsdp": 8}, {"fsdp": 2}], "remat": ["none"]}
+    result = planner.search(_with_specs, "v5e-8", **how)
+    fastest, *_ = sorted(result.outcomes, key=lambda x: x.estimate.step_s)
+    assert fastest == result.best
+    for outcome in result.outcomes:
+        # Two products, and three of their gradients: the rows get none.
+        assert outcome.estimate.flops == outcome.plan.time.flops == 5 * 2 * 1024 * 4096**2
+        assert outcome.estimate.step_s == pytest.approx(outcome.plan.time.step_s, rel=0.3)
+    same = planner.search(_with_own_mesh, "v5e-8", max_compiles=0, **how)
+    estimates = {x.candidate.name: x.estimate for x in result.outcomes}
+    assert {x.candidate.name: x.estimate for x in same.outcomes} == estimates

@@ -438,3 +438,14 @@ def test_the_rest_of_a_dim_per_device_is_not_in_a_split_dim():
 def test_rows_of_a_larger_axis_stay_on_one_device():
     found, shape = reshape_axes((64, 5), (4, 16, 5), Value((1, 5), (("a",), ()), 1.0), {"a": 64})
     assert (found, shape) == ((("a",), (), ()), (1, 1, 5))
+
+
+def test_the_gradient_of_picked_elements_is_split_like_their_rows():
+    """Such as the labels of a cross-entropy: a device has no zeros for the rows of others."""
+
+    def step(x):
+        picked = jnp.argmax(x, axis=1, keepdims=True)
+        return jax.grad(lambda x: jnp.take_along_axis(x, picked, axis=1).sum())(x)
+
+    found = estimate(program(step, ((ROWS, WIDTH), (("data",), ()))), network(data=8))
+    assert found.peak_bytes <= 2.1 * 2 * ROWS * WIDTH / 8

@@ -51,6 +51,16 @@ class Candidate:
         return list(self._devices)
 
     @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Axes of a mesh of all devices, for a step of plain JAX: `data`, and those of a replica.
+
+        `data`, the first axis, also has the devices that a replica leaves.
+        """
+        axes = self.replica_axes
+        left = len(self.devices) // math.prod(axes.values())
+        return {"data": 1} | axes | {"data": left * axes.get("data", 1)}
+
+    @property
     def geometry(self) -> str:
         """Axes inside a replica, such as "fsdp=8 tensor=2"."""
         return " ".join(f"{k}={n}" for k, n in self.replica_axes.items()) or "data parallel"

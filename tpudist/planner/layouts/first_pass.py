@@ -1,13 +1,16 @@
-"""The first pass of a search: estimates all candidates without compiling them."""
+"""The first pass of a search: estimates all candidates without compiling them; and their plans."""
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tpudist.planner import plain_step
 from tpudist.planner.calibration import Calibration
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.layouts.search_outcomes import promise
+from tpudist.planner.plan_record import Plan
+from tpudist.planner.roofline import plain_trace
 from tpudist.planner.roofline.step_estimate import Estimator, StepEstimate
 from tpudist.planner.show.progress import Progress
 
@@ -47,3 +50,24 @@ def order(
 ) -> list[Candidate]:
     """Returns the candidates, the most promising first; equal ones keep their order."""
     return sorted(candidates, key=lambda x: promise(x, estimates.get(x)))
+
+
+def plan(
+    step: Sequence[Any],
+    candidate: Candidate,
+    defaults: Mapping[str, Any],
+    overrides: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Returns the plan of a candidate by the compiler.
+
+    Args:
+        step: What the user's function returned for it.
+        candidate: The candidate.
+        defaults: Arguments of `plan` that those of the user override.
+        overrides: Arguments of `plan` that override those of the user.
+    """
+    strategy, fn, args, *more = step
+    options = {**defaults, **(more[0] if more else {}), **(overrides or {})}
+    if strategy is None:
+        return plain_step.plan(fn, *args, **plain_trace.plan_options(candidate, options))
+    return strategy.plan(fn, args, topology=candidate.topology, **options)

@@ -46,7 +46,8 @@ _CORES_EACH = 2
 _EARLY_PLANS = 8  # for each compilation of a search that does not compile all candidates
 _BYTES_EACH = 3 * 1024**3
 
-# Returns (strategy, fn, args), and perhaps a dict of more arguments of `Strategy.plan`.
+# Returns (strategy, fn, args), and perhaps a dict of more arguments of `Strategy.plan`. For plain
+# JAX, it returns (None, fn, args), and perhaps a dict of those of `planner.plan`.
 MakeStep = Callable[[Candidate], Sequence[Any]]
 
 
@@ -83,7 +84,9 @@ def search(
             a strategy on `candidate.devices` with `candidate.replica_axes`, and a function and
             arguments (shapes, as from `create_abstract`) that follow `candidate.remat` and
             `candidate.microbatches`. A fourth element may be a dict of more arguments of
-            `Strategy.plan`; they override those below.
+            `Strategy.plan`; they override those below. For a step of plain JAX, the strategy is
+            None, and the dict has arguments of `planner.plan`; for specs in `in_shardings`, the
+            mesh is `candidate.mesh_axes` by default.
         topology: Name of the slice, such as "v5e-256"; None for the devices of this process.
         geometries: Sets of axes inside a replica to try, such as `[{"fsdp": 8}, {}]`. By default
             replicas of all powers of two, split by "fsdp" and into at most 8 parts by "tensor".
@@ -322,20 +325,14 @@ class _Search:
 
         try:
             report("making the step", 0.0)
-            strategy, fn, args, *more = self._make_step(candidate)
-            arguments = {**self._arguments, **(more[0] if more else {})}
+            step = self._make_step(candidate)
         except _Abandoned as late:
             return Outcome(candidate, NOT_REACHED, reason=f"left while {late}")
         except (TypeError, ValueError, RuntimeError) as error:
             return fail_or_raise(error)
         try:
-            plan = strategy.plan(
-                fn,
-                args,
-                topology=candidate.topology,
-                cache=self._cache,
-                progress=report,
-                **arguments,
+            plan = first_pass.plan(
+                step, candidate, self._arguments | {"cache": self._cache, "progress": report}
             )
         except _Abandoned as late:
             return Outcome(candidate, NOT_REACHED, reason=f"left while {late}")

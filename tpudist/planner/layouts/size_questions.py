@@ -209,16 +209,18 @@ class Sizer:
         return Sizing(answer, tuple(compiled), tuple(best), number, seconds)
 
     def _compile(self, choice: Choice) -> Choice:
-        strategy, fn, args, *more = self.make_step(choice.candidate)
-        given = {**(more[0] if more else {}), "tokens_per_step": choice.tokens_per_step}
+        step = self.make_step(choice.candidate)
         report = self.report
         name = f"{choice.candidate.topology}: {choice.candidate.name}"
 
         def report_name(activity: str, seconds: float) -> None:
             report(f"{name}: {activity}", seconds)
 
-        plan = strategy.plan(
-            fn, args, topology=choice.candidate.topology, progress=report_name, **given
+        plan = first_pass.plan(
+            step,
+            choice.candidate,
+            {"progress": report_name},
+            {"tokens_per_step": choice.tokens_per_step},
         )
         return dataclasses.replace(choice, plan=dataclasses.replace(plan, _source=None))
 

@@ -235,7 +235,7 @@ class ElementRules(WalkState):
         `gather_scatter_handler.cc`, and programs of libtpu 0.0.50). Else each device gets the
         updates of its part of the operand.
         """
-        value, _, update = (self.value(i) for i in operation.inputs)
+        value, places, update = (self.value(i) for i in operation.inputs)
         whole, _, updates = (self.block.arrays[i].shape for i in operation.inputs)
         numbers = operation.eqn.params["dimension_numbers"]
         single = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -245,12 +245,15 @@ class ElementRules(WalkState):
         indices = (batch[i] for i in numbers.scatter_indices_batching_dims)
         pairs += zip(indices, numbers.operand_batching_dims, strict=True)
         axes, taken = list(value.axes), names_in(value.axes)
+        own_axes = dict(enumerate(update.axes))
+        for i in numbers.scatter_indices_batching_dims:  # the updates may repeat a constant
+            own_axes[batch[i]] = own_axes[batch[i]] or places.axes[i]
         for own, dim in pairs:
             if updates[own] == whole[dim] and not axes[dim]:
-                axes[dim] = tuple(name for name in update.axes[own] if name not in taken)
+                axes[dim] = tuple(name for name in own_axes[own] if name not in taken)
                 taken |= {*axes[dim]}
-        own_axes = {name for i in batch for name in update.axes[i]} | self.lazy
-        others = [name for name, size in self.sizes.items() if size > 1 and name not in own_axes]
+        rows = {name for i in batch for name in update.axes[i]} | self.lazy
+        others = [name for name, size in self.sizes.items() if size > 1 and name not in rows]
         is_split = any(axes[i] for i in range(len(whole)) if i not in [dim for _, dim in pairs])
         adds = operation.name == "scatter-add" and not is_split and not others
         target = [
@@ -336,7 +339,8 @@ class ElementRules(WalkState):
         numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
         axes = list(unsplit(len(array.shape)))
         batch = [i for i in range(len(array.shape)) if i not in numbers.offset_dims]
-        dims = [i for i in range(len(table.shape)) if i not in numbers.collapsed_slice_dims]
+        single = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        dims = [i for i in range(len(table.shape)) if i not in single]
         whole = self.block.arrays[operation.inputs[0]].shape
         splits = [
             (out, table.axes[dim])

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 
 from tpudist.planner.calibration import Calibration
-from tpudist.planner.roofline import hints, operation_blocks
+from tpudist.planner.roofline import hints, operation_blocks, plain_trace
 from tpudist.planner.roofline.network import Network
 from tpudist.planner.roofline.operation_blocks import StepProgram
 from tpudist.planner.roofline.program_walk import Walk
@@ -151,6 +151,7 @@ class Estimator:
         self._calibration = calibration
         self._programs: dict[Any, StepProgram | None] = {}
         self._networks: dict[Any, Network] = {}
+        self._is_plain: bool | None = None
 
     def estimate(self, candidate: Any) -> StepEstimate | None:
         """Returns the estimate of a candidate; None for devices without rates.
@@ -163,6 +164,12 @@ class Estimator:
             return None
         if self._calibration is not None:
             chip = self._calibration.apply(chip)
+        if self._is_plain is not False:
+            strategy, fn, args, *more = self._make_step(candidate)
+            self._is_plain = strategy is None
+            if strategy is None:
+                program, mesh = plain_trace.trace(candidate, fn, args, more[0] if more else {})
+                return estimate(program, Network(mesh, chip), candidate.microbatches)
         program = self._find_program(candidate)
         mesh = make_mesh(list(candidate.devices), candidate.replica_axes).mesh
         key = (candidate.topology, candidate.geometry, program.stands_in)
