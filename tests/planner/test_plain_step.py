@@ -1,7 +1,9 @@
 """`planner.plan`: steps that know nothing of tpudist."""
 
 import dataclasses
+import re
 
+import equinox as eqx
 import haiku as hk
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import tpudist
 from tpudist import planner
+from tpudist.programs import jaxprs
 
 TX = optax.adam(0.1)
 X = jax.ShapeDtypeStruct((64, 16), jnp.float32)
@@ -105,6 +108,32 @@ def test_arrays_that_a_step_closes_over_are_noted():
     assert notes_on([weights[0][:, :8]]) == []
     (note,) = notes_on([*weights, *weights])
     assert "does not receive 2.00 MiB of arrays" in note
+
+
+def test_values_of_the_program_around_another_are_not_constants():
+    """A primitive of lineax has a program with such values among its parameters."""
+    found = []
+
+    def step(x):
+        inner = jax.make_jaxpr(lambda y: x @ y)(x.T)
+        found.append((len(inner.consts), list(jaxprs.constants_of(inner))))
+        return x
+
+    jax.eval_shape(step, X)
+    assert found == [(1, [])]
+
+
+@pytest.mark.libtpu
+def test_a_branch_that_calls_the_host_is_not_counted():
+    """Otherwise the check of an error decides the time of a solver."""
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    step = jax.jit(lambda x: eqx.error_if(jnp.sin(x), x.sum() > 0, "positive"))
+    plan = planner.plan(step, x, topology="v5e:1x1")
+    (guess,) = (guess for guess in plan.time.guessed if guess.what == "conditional")
+    assert plan.time.host_s == 0
+    assert guess.branches[guess.counted] == min(guess.branches)
+    assert plan.time.high_s - plan.time.step_s > 0.1e-3  # a callback
+    assert re.search(rf"branch {guess.counted} takes \S+ ns \(weight 1\)", str(plan))
 
 
 def test_a_step_without_results_is_noted():

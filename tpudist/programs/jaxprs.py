@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.extend import core
 
 from tpudist.array_types import Shape
@@ -114,7 +114,9 @@ def walk_used(program: Program) -> Iterator[core.JaxprEqn]:
 
 def constants_of(program: Program) -> Iterator[Any]:
     """Yields the constants of a program and of all programs inside it: a `jit` has its own."""
-    yield from consts_of(program)
+    # Those of a program in a parameter of another library's primitive, such as lineax's
+    # `linear_solve`, may be values of the program around it.
+    yield from (x for x in consts_of(program) if not isinstance(x, Tracer))
     for eqn in open_jaxpr(program).eqns:
         for inner in programs_of(eqn.params.values()):
             yield from constants_of(inner)

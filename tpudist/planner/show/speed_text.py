@@ -132,10 +132,11 @@ def _format_guess(guess: Guess) -> str:
     place = f" ({guess.source.rpartition('/')[2]})" if guess.source else ""
     if not guess.branches:
         return f"{guess.what}{place}: {format_seconds(guess.seconds)}"
-    # Only a run shows which branch it takes. So the slowest has the weight 1, and the others 0.
+    # Only a run shows which branch it takes. So one has the weight 1, and the others 0.
     slowest = guess.branches.index(max(guess.branches))
+    counted = slowest if guess.counted is None else guess.counted
     branches = ", ".join(
-        f"branch {number} takes {format_seconds(seconds)} (weight {int(number == slowest)})"
+        f"branch {number} takes {format_seconds(seconds)} (weight {int(number == counted)})"
         for number, seconds in enumerate(guess.branches)
     )
     return f"{guess.what}{place}: {branches}"

@@ -254,12 +254,13 @@ class _Spread:
         return Cause(SLICES, low * logarithm, high * logarithm)
 
     def branches(self) -> Cause:
-        """Returns the effect of the fastest branches, where the slowest are estimated."""
-        low_s = sum(
-            conditional.count * (max(conditional.seconds) - min(conditional.seconds))
-            for conditional in self._simulated.conditionals
-        )
-        return Cause(BRANCHES, min(low_s, self.step_s), 0.0)
+        """Returns the effect of the fastest and of the slowest branches, where one is estimated."""
+        low_s = high_s = 0.0
+        for conditional in self._simulated.conditionals:
+            counted_s = conditional.seconds[conditional.counted]
+            low_s += conditional.count * (counted_s - min(conditional.seconds))
+            high_s += conditional.count * (max(conditional.seconds) - counted_s)
+        return Cause(BRANCHES, min(low_s, self.step_s), high_s)
 
 
 def _cause_of_compute(module: Module, rates: instruction_time.Rates, event: Event) -> str:

@@ -1,7 +1,7 @@
 """Lists the parts of a step whose time is guessed, with their seconds.
 
 These are instructions that no rule prices (`scheduled_cycles`), loops of unknown length, which
-count once, and conditionals, which count as their slowest branch.
+count once, and conditionals: one branch of each counts.
 """
 
 import dataclasses
@@ -19,15 +19,18 @@ class Guess:
     Attributes:
         what: The part, such as "sort".
         seconds: Seconds per step that the estimate of the step counts for it; for a conditional,
-            seconds by which its slowest branch, which counts, is slower than its fastest.
+            seconds by which its slowest branch is slower than its fastest.
         source: The user's line "file:line"; None if it is unknown.
         branches: Seconds per run of the branches of a conditional; empty for other parts.
+        counted: Number of the branch that counts; None in plans of older versions, which count the
+            slowest.
     """
 
     what: str
     seconds: float
     source: str | None
     branches: tuple[float, ...] = ()
+    counted: int | None = None
 
 
 def list_guesses(module: Module, simulated: Timeline) -> tuple[Guess, ...]:
@@ -64,7 +67,7 @@ def _guesses(module: Module, simulated: Timeline) -> Iterator[Guess]:
     for conditional in simulated.conditionals:
         seconds, source = conditional.seconds, _source(module, conditional.instruction)
         spread = conditional.count * (max(seconds) - min(seconds))
-        yield Guess("conditional", spread, source, seconds)
+        yield Guess("conditional", spread, source, seconds, conditional.counted)
 
 
 def _source(module: Module, instruction: Instruction) -> str | None:

@@ -70,21 +70,22 @@ class _Loop:
 class _Branches:
     """Runs one of several lists of actions: the slowest, which the first simulation finds.
 
-    If the `shares` of the runs are known, all branches run, each as often as its share.
+    If the `shares` of the runs are known, all branches run, each as often as its share. A branch
+    that calls the host runs only if all do: it reports an error, or writes a log now and then.
     """
 
     conditional: Instruction
     count: float
     branches: "list[_Actions]"
     shares: tuple[float, ...] | None = None
-    slowest: int | None = None
+    counted: int = 0
     seconds: tuple[float, ...] = ()
 
     def select(self) -> "list[_Actions]":
         """Returns the branches that count."""
         if self.shares:
             return self.branches
-        return self.branches[self.slowest or 0 :][:1]
+        return self.branches[self.counted :][:1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +95,14 @@ class Conditional:
     Attributes:
         instruction: The conditional.
         count: Runs per step.
-        seconds: Seconds of each branch per run. The step counts the slowest.
+        seconds: Seconds of each branch per run.
+        counted: Number of the branch that the step counts.
     """
 
     instruction: Instruction
     count: float
     seconds: tuple[float, ...]
+    counted: int
 
 
 _Actions = list[_Run | _Wait | _Loop | _Branches]
@@ -167,7 +170,7 @@ def _conditionals(actions: _Actions) -> Iterator[Conditional]:
             yield from _conditionals(action.actions)
         elif isinstance(action, _Branches):
             if len(action.branches) > 1 and not action.shares:
-                yield Conditional(action.conditional, action.count, action.seconds)
+                yield Conditional(action.conditional, action.count, action.seconds, action.counted)
             for branch in action.select():
                 yield from _conditionals(branch)
 
@@ -274,9 +277,16 @@ class _Player:
             return sum(x * share for x, share in zip(seconds, action.shares, strict=True))
         if self._is_first:
             action.seconds = tuple(self.play(branch) for branch in action.branches)
-            action.slowest = action.seconds.index(max(action.seconds))
-            return max(action.seconds)
-        return self.play(action.branches[action.slowest or 0])
+            every = range(len(action.branches))
+            usual = [i for i in every if not _calls_host(action.branches[i])] or every
+            action.counted = max(usual, key=lambda i: action.seconds[i])
+            return action.seconds[action.counted]
+        return self.play(action.branches[action.counted])
+
+
+def _calls_host(actions: _Actions) -> bool:
+    events = _events(actions)
+    return any(event.price is not None and event.price.kind == "host" for event in events)
 
 
 @dataclasses.dataclass(frozen=True)
