@@ -58,18 +58,28 @@ def test_errors_of_one_cause_add_up_and_those_of_two_causes_do_not():
     assert both.low_s == pytest.approx(both.step_s - math.hypot(products.low_s, others.low_s))
 
 
-@pytest.mark.parametrize(("count", "low", "high"), [(1, 0.84, 1.15), (500, 0.94, 1.08)])
-def test_programs_without_cycles_have_the_spread_of_their_rule_in_addition(count, low, high):
+@pytest.mark.parametrize(
+    ("count", "name", "spread", "low", "high"),
+    [
+        (1, "dot_general", 0.12, 0.84, 1.15),
+        (500, "dot_general", 0.12, 0.94, 1.08),
+        (500, "conv_general_dilated", 0.24, 0.84, 1.15),
+    ],
+)
+def test_programs_without_cycles_have_the_spread_of_their_rule_in_addition(
+    count, name, spread, low, high
+):
     lines = (f"{PRODUCT.replace('%c =', f'%c{i} =')}" for i in range(count))
-    module = dataclasses.replace(_program(*lines), has_cycles=False)
+    module = dataclasses.replace(_program(*lines, name=f"jit(f)/{name}"), has_cycles=False)
     large = dataclasses.replace(V5E, bf16_flops_per_s=V5E.bf16_flops_per_s / 10)
     step = _estimate(module, large)
     assert (step.step_s >= 0.05) == (count > 1)
-    assert [cause.name for cause in step.causes] == [error_bar.NO_CYCLES, error_bar.PRODUCTS][
-        :: 1 if high > 1.12 else -1
-    ]
-    assert step.high_s == pytest.approx(step.step_s * (1 + math.hypot(0.12, high - 1)))
-    assert step.low_s == pytest.approx(step.step_s * (1 - math.hypot(1 - 1 / 1.12, 1 - low)))
+    own = error_bar.PRODUCTS if name == "dot_general" else error_bar.CONVOLUTIONS
+    assert {cause.name for cause in step.causes} == {error_bar.NO_CYCLES, own}
+    assert step.high_s == pytest.approx(step.step_s * (1 + math.hypot(spread, high - 1)))
+    assert step.low_s == pytest.approx(
+        step.step_s * (1 - math.hypot(1 - 1 / (1 + spread), 1 - low))
+    )
 
 
 def test_a_convolution_has_twice_the_spread_of_a_product():

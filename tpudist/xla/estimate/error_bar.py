@@ -102,7 +102,7 @@ _MOSTLY_BYTES = 0.95
 _LONG_STEP_S, _LONG_RANGE = 0.05, (0.94, 1.08)
 """The range of `NO_CYCLES` for computations of at least 50 ms, whose errors partly cancel: 18 of 20
 training steps of 0.07 to 124 s, of transformers and mixtures of experts on v4, v5e, v5p, v6e and
-tpu7x. All of them are from 0.92 to 1.09."""
+tpu7x. All of them are from 0.92 to 1.09. None of them mostly convolves."""
 _CALIBRATED_BY = {
     PRODUCTS: "matmul_share",
     MEMORY: "hbm_efficiency",
@@ -192,7 +192,7 @@ class _Spread:
         """Returns the effect of a cause on all its instructions at once."""
         key = _ATTENTION if name.startswith(_ATTENTION) else name
         low, high = RANGES[key]
-        if name == NO_CYCLES and self._rule_6_s() >= _LONG_STEP_S:
+        if name == NO_CYCLES and self._is_long():
             low, high = _LONG_RANGE
         if self._chip.sources.get(_CALIBRATED_BY.get(name, "")) == CALIBRATED:
             low, high = math.sqrt(low), math.sqrt(high)
@@ -202,9 +202,17 @@ class _Spread:
             max(0.0, self._step_s(name, high) - self.step_s),
         )
 
-    def _rule_6_s(self) -> float:
-        events = [event for event in self._simulated.events if id(event) in self._rule_6]
-        return sum(event.count * timeline.compute_seconds(event) for event in events)
+    def _is_long(self) -> bool:
+        """Returns whether the step is like those that `_LONG_RANGE` is from."""
+        convolutions_s = others_s = 0.0
+        for event in self._simulated.events:
+            if id(event) in self._rule_6:
+                seconds = event.count * timeline.compute_seconds(event)
+                if self._compute_causes[id(event)] == CONVOLUTIONS:
+                    convolutions_s += seconds
+                else:
+                    others_s += seconds
+        return convolutions_s + others_s >= _LONG_STEP_S and convolutions_s < others_s
 
     def _step_s(self, name: str, factor: float) -> float:
         """Returns the time of the step with instructions of a cause at `factor` times theirs."""
