@@ -65,13 +65,13 @@ def test_images_in_lanes_fill_the_matrix_unit(image, kernel, bundles):
     assert (use.replaces_cycles, use.guess) == (window[2] < 8, "")
 
 
-def test_another_product_fills_the_matrix_unit():
+def test_a_product_that_adds_up_few_numbers_fills_a_part_of_the_matrix_unit():
     module = hlo_programs.program(
         "%a = bf16[8,8] parameter(0)",
         "%b = bf16[8,8] parameter(1)",
         "%c = bf16[8,8] convolution(%a, %b), dim_labels=bf_io->bf, "
         'metadata={op_name="jit(f)/dot_general"}',
     )
-    assert (
-        convolutions.use_of_unit(module, hlo_programs.last(module), 128) == convolutions.UnitUse()
+    assert convolutions.use_of_unit(module, hlo_programs.last(module), 128) == convolutions.UnitUse(
+        8 / 128
     )

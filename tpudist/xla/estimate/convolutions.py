@@ -1,6 +1,7 @@
-"""Estimates how the convolutions of users fill the matrix unit.
+"""Estimates how products and convolutions fill the matrix unit.
 
-The rules follow the machine programs that libtpu 0.0.50 writes for v5e:
+A product that adds up fewer numbers than the unit is wide fills a part of it. The rules of
+convolutions follow the machine programs that libtpu 0.0.50 writes for v5e:
 
 1. The unit multiplies the input features of a row of the window with the output features. Windows
    of 3 x 3 over 16, 64 and 128 features take 0.9 to 1.1 of the time by this rule.
@@ -44,21 +45,24 @@ class UnitUse:
         share: Share of the unit that its products fill.
         cycles: Cycles of other work: numbers that are gathered, or operations on vector units.
         replaces_cycles: Whether these take the place of XLA's cycles.
+        bounds_cycles: Whether XLA's cycles may be too many. Programs of groups were not read.
         guess: Name of the guessed part; empty if a rule gives the time.
     """
 
     share: float = 1.0
     cycles: float = 0.0
     replaces_cycles: bool = False
+    bounds_cycles: bool = True
     guess: str = ""
 
 
 def use_of_unit(module: Module, instruction: Instruction, width: int) -> UnitUse:
-    """Returns how the user's convolutions fill a matrix unit; 1 for other products."""
-    if not flops.is_convolution(module, instruction):
-        return UnitUse()
+    """Returns how the products of an instruction fill a matrix unit."""
+    convolves = flops.is_convolution(module, instruction)
     uses = [
         _use_of_part(module, part, labels, width)
+        if convolves
+        else UnitUse(_share_of_product(module, part, width))
         for part in module.parts_of(instruction)
         if part.opcode == "convolution" and (labels := _LABELS.search(part.attributes))
     ]
@@ -74,22 +78,35 @@ def _use_of_part(module: Module, part: Instruction, labels: re.Match[str], width
     features, rows, columns = sizes["i"], results["b"], sizes["o"]
     # The gradient of a kernel has a window as large as the images.
     is_few = features < _FEW and bool(window) and math.prod(window) <= positions
-    is_few &= "group_count" not in part.attributes
+    is_grouped = "group_count" in part.attributes
+    is_few &= not is_grouped
     guess = "convolution of few features" if is_few else ""
     if is_few and kernel.dtype == "pred":
         registers = positions * math.ceil(rows * columns / _REGISTER)
-        return UnitUse(1.0, 2 * registers * math.prod(window), is_few, guess)
+        return UnitUse(1.0, 2 * registers * math.prod(window), is_few, guess=guess)
     if _minor(result.minor_to_major, labels[3]) == "b":
-        return UnitUse(share_of_window(window, features, columns, width, rows), 0.0, is_few)
+        share = share_of_window(window, features, columns, width, rows)
+        return UnitUse(share, 0.0, is_few, bounds_cycles=not is_grouped)
+    if is_grouped:
+        return UnitUse(share_of_window(window, features, columns, width), bounds_cycles=False)
     if _minor(kernel.minor_to_major, labels[2]) == "i":
         share = share_of_window((), features, columns, width)
-        return UnitUse(share * (_fill(rows, _SUBLANES) if is_few else 1.0), 0.0, is_few, guess)
+        return UnitUse(
+            share * (_fill(rows, _SUBLANES) if is_few else 1.0), 0.0, is_few, guess=guess
+        )
     if not is_few:
         return UnitUse(share_of_window(window, features, columns, width))
     numbers = features * math.prod(window)
     share = share_of_window((), numbers, columns, width) * _fill(rows, _SUBLANES)
     gathered = positions * math.ceil(rows / _SUBLANES) * numbers
-    return UnitUse(share, gathered / _GATHERED_PER_CYCLE, is_few, guess)
+    return UnitUse(share, gathered / _GATHERED_PER_CYCLE, is_few, guess=guess)
+
+
+def _share_of_product(module: Module, part: Instruction, width: int) -> float:
+    """Returns the share that a matrix product fills: it adds up fewer numbers than the unit."""
+    num_results = part.arrays[0].num_elements
+    summed = flops.instruction_flops(module, part) / 2 / max(1, num_results)
+    return _fill(max(1, round(summed)), width)
 
 
 def share_of_window(

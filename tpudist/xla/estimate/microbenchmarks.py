@@ -1,7 +1,10 @@
 """Measurements of TPUs, and XLA's cycles for the same programs (`instruction_time`, rule 1)."""
 
 import dataclasses
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping
+
+from tpudist.xla.hardware.chips import CHIPS, Chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,3 +87,33 @@ READ_CYCLES: Mapping[str, int] = {
     "tpu7x": 753_368,
 }
 READ_BYTES = 2 * (8 * 8192 + 8192 * 65536 + 8 * 65536)
+
+
+def cycles_per_clock(chip: Chip) -> float:
+    """Returns how many of XLA's cycles a chip runs per cycle of its clock, for multiplications.
+
+    XLA overestimates the time of a multiplication if this is above 1.
+    """
+
+    def rate(chip: Chip) -> float:
+        rates = (matmul.cycles_per_s for matmul in MATMULS[chip.generation])
+        return statistics.mean(rates) / chip.cycles_per_s
+
+    return _of_chip_or_mean(chip, rate)
+
+
+def best_share(chip: Chip) -> float:
+    """Returns the largest measured share of the peak."""
+
+    def share(chip: Chip) -> float:
+        peak = chip.bf16_flops_per_s / chip.devices_per_chip
+        return max(matmul.flops_per_s for matmul in MATMULS[chip.generation]) / peak
+
+    return _of_chip_or_mean(chip, share)
+
+
+def _of_chip_or_mean(chip: Chip, figure: Callable[[Chip], float]) -> float:
+    """Returns a figure of the chip, or the mean of all measured chips if it was not measured."""
+    if chip.generation in MATMULS:
+        return figure(chip)
+    return statistics.mean(figure(CHIPS[generation]) for generation in MATMULS)
