@@ -203,7 +203,7 @@ class _Spread:
         )
 
     def _is_long(self) -> bool:
-        """Returns whether the step is like those that `_LONG_RANGE` is from."""
+        """Returns whether the step is long and mostly without convolutions (`_LONG_RANGE`)."""
         convolutions_s = others_s = 0.0
         for event in self._simulated.events:
             if id(event) in self._rule_6:
