@@ -335,6 +335,19 @@ def test_a_step_is_the_sum_of_its_parts():
     assert estimate.unknown_trip_counts == estimate.unknown_kernels == ()
 
 
+@pytest.mark.parametrize(("dims", "cycles"), [("4096,4096", 0), ("65536,16", 8192 * 8.4)])
+def test_a_transposed_copy_takes_its_bytes_or_the_bundles_that_move_them(dims, cycles):
+    module = hlo_programs.program(
+        f"%a = f32[{dims}]{{0,1:T(8,128)}} parameter(0)",
+        f"%c = f32[{dims}]{{1,0:T(8,128)S(1)}} copy(%a)",
+    )
+    module = dataclasses.replace(module, has_cycles=False)
+    rates = instruction_time.Rates.of(V5E)
+    price = rates.price(module, hlo_programs.last(module))
+    seconds = cycles / V5E.cycles_per_s or price.hbm_bytes / rates.hbm_bytes_per_s
+    assert price.seconds == pytest.approx(seconds + 2 * instruction_time.COPYING_STEP_S, rel=0.01)
+
+
 def _conditional(**choices):
     branch = """%BRANCH (x: f32[64,128]) -> f32[64,128] {
   %x.BRANCH = f32[64,128]{1,0:T(8,128)} parameter(0)

@@ -52,9 +52,9 @@ programs:
    the smallest matrix product takes from the host (rule 3). The time of its Python is unknown. A
    computation on the host (`compute_on`) takes the same, for its operands and its results.
 6. A program without machine code (`compile_elsewhere`) has no cycles. To the t us of rule 2
-   a product adds 3 sqrt(t) us, and an instruction that moves numbers, such as a transposed copy,
-   6 sqrt(t), at most 15 us: short ones are less efficient. These numbers are from XLA's cycles of
-   99 programs of this repository: 80 % of them take 0.84 to 1.15 times as long by their cycles
+   a product adds 3 sqrt(t) us, and an instruction that moves numbers 6 sqrt(t), at most 15 us:
+   short ones are less efficient. These numbers are from XLA's cycles of 99 programs of this
+   repository: 80 % of them take 0.84 to 1.15 times as long by their cycles
    (with all rules, 0.86 to 1.07). A product for which HBM needs longer adds 1.4 sqrt(t): the median
    by rule 1 of products of 8 to 128 rows and matrices of 8 MiB to 512 MiB on v4, v5e, v5p, v6e and
    tpu7x (0.4 to 2.3 for 80 % of them). A convolution adds as much: with a batch norm, its machine
@@ -62,6 +62,7 @@ programs:
    A copy in the same layout, which the rate of rule 2 was measured with, only waits for the memory
    before it reads and before it writes: 0.35 us each (rule 3). The same holds for elementwise
    operations, slices and updates in place. By XLA's cycles, those of loops add 0 to 0.6 us.
+   A transposed copy waits as long. It takes at least the bundles of rule 7.
 7. An instruction without an array in HBM has nothing to wait for. The machine programs of 60 such
    instructions in loops (libtpu 0.0.50, v5e) take 10 bundles and 1 to 3 times the bytes in VMEM and
    operations of rules 3 and 4, where XLA has at least 1,824 cycles. The estimate is 1.6 times.
@@ -104,6 +105,7 @@ CALLBACK_S = 0.1e-3  # rule 5
 _PRODUCT_OVERHEAD, _OTHER_OVERHEAD, _MAX_OVERHEAD_S = 3e-3, 6e-3, 15e-6
 _READ_OVERHEAD = 1.4e-3
 _VMEM_OVERHEAD, _VMEM_MOVE_OVERHEAD, _START_CYCLES = 0.6, 9.0, 10  # rule 7
+_MOVE_CYCLES, _REGISTER_BYTES = 8.4, 4096  # rules 6 and 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +222,8 @@ class Rates:
         most_s = self.loop_seconds(
             bytes_s, vector_s, moves=num_ops is None, uses_hbm=uses_hbm, is_product=is_product
         )
+        if instruction.opcode == "copy" and num_ops is None and uses_hbm:
+            most_s = max(bytes_s, self._move_seconds(instruction)) + 2 * COPYING_STEP_S
         if cycles is not None:
             seconds = max(cycles / self.other_cycles_per_s, hbm_s, vector_s)
             is_at_most = hbm_s > vector_s or is_product
@@ -289,6 +293,12 @@ class Rates:
         units = 2 if self.chip.generation in _FEW_VECTOR_UNITS else 4
         cores = self.chip.cores_in_name / self.chip.devices_per_chip
         return cores * units * _LANES * self.chip.cycles_per_s
+
+    def _move_seconds(self, copy: Instruction) -> float:
+        """Returns the time in which the vector units transpose the numbers of a copy (rule 7)."""
+        cores = self.chip.cores_in_name / self.chip.devices_per_chip
+        registers = sum(array.padded_bytes for array in copy.arrays) / _REGISTER_BYTES
+        return _MOVE_CYCLES * registers / cores / self.chip.cycles_per_s
 
     def unit_seconds(
         self, hbm_bytes: float, vmem_bytes: float, num_ops: float
