@@ -305,34 +305,22 @@ def test_stacked_gradients_are_summed_over_replicas_once():
     assert estimate(replicas, devices).waits_s == pytest.approx(summed)
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_weights_of_one_shape_share_the_sharding_of_a_constant(is_first):
-    """The compiler merges equal constants, so it exchanges the second of two such weights."""
+@pytest.mark.parametrize(("first", "is_exchanged"), [("fsdp", True), ("data", False)])
+def test_weights_that_swap_axes_share_the_sharding_of_a_constant(first, is_exchanged):
+    """The compiler merges equal constants, so it exchanges whole parts of the second weight."""
 
-    def step(a, b):
-        return [0.5 * x if is_first else x * 0.5 for x in (a, b)]
-
-    devices = network(tensor=8)
-    inputs = [((WIDTH, WIDTH), axes) for axes in (((), ("tensor",)), (("tensor",), ()))]
-    found = estimate(program(step, *inputs, replaced=(0, 1)), devices)
-    part = 2.0 * WIDTH * WIDTH / 8
-    exchange = devices.seconds("all-to-all", part, frozenset(["tensor"]))
-    assert found.waits_s == pytest.approx(2 * exchange if is_first else 0)
-
-
-def test_an_exchange_of_two_axes_sends_whole_parts():
     def step(a, b):
         return 0.5 * a, 0.5 * b
 
     devices = network(data=2, fsdp=2, tensor=2)
     inputs = [
-        ((WIDTH, WIDTH), (("fsdp",), ("tensor",))),
+        ((WIDTH, WIDTH), ((first,), ("tensor",))),
         ((WIDTH, WIDTH), (("tensor",), ("fsdp",))),
     ]
     found = estimate(program(step, *inputs, replaced=(0, 1)), devices)
     part = 2.0 * WIDTH * WIDTH / 4
     sent = devices.seconds("collective-permute", part, frozenset(["fsdp", "tensor"]))
-    assert found.waits_s == pytest.approx(2 * sent)
+    assert found.waits_s == pytest.approx(2 * sent if is_exchanged else 0)
 
 
 def test_a_manual_permute_sends_to_the_next_device():

@@ -18,6 +18,7 @@ from tpudist.planner.roofline.sharded_value import (
     Value,
     fit,
     local_shape,
+    names_in,
     reshape_axes,
     unsplit,
 )
@@ -70,12 +71,16 @@ def link(block: Block, operation: Operation, axes: Axes, links: Links) -> Axes:
     The TPU compiler merges equal constants before it decides shardings. So operations with the same
     scalar and shape share an operand, and the first of them that is split decides its sharding. The
     others get it where nothing else splits them, or if the scalar is their first operand (the order
-    of `aggressive_factor_propagation.cc` of Shardy).
+    of `aggressive_factor_propagation.cc` of Shardy). Arrays of the shape of an input, such as
+    weights, get it only if two dims swap their axes (programs of libtpu 0.0.50).
     """
     key = key_of(block, operation)
     if key is None or (key not in links and not any(axes)):
         return axes
     shared = links.setdefault(key, axes)
+    is_input = any(block.arrays[i].shape == key[1] for i in block.inputs)
+    if is_input and (len(names_in(axes)) < 2 or names_in(axes) != names_in(shared)):
+        return axes
     first, second = (shared, axes) if operation.scalar_is_first else (axes, shared)
     taken = {name for names in first for name in names}
     return tuple(
