@@ -348,6 +348,29 @@ def test_a_transposed_copy_takes_its_bytes_or_the_bundles_that_move_them(dims, c
     assert price.seconds == pytest.approx(seconds + 2 * instruction_time.COPYING_STEP_S, rel=0.01)
 
 
+def test_a_window_takes_its_operations_on_the_vector_units():
+    """XLA has 2,866 cycles for this part of a cumulative sum, and the machine program 755,712."""
+    layout = "{0,1,2:T(8,128)S(1)}"
+    add = """%sum (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+"""
+    module = hlo_programs.program(
+        f"%a = f32[2048,16,128]{layout} parameter(0)",
+        "%zero = f32[] constant(0)",
+        f"%c = f32[2048,16,128]{layout} reduce-window(%a, %zero), "
+        "window={size=1x1x128 pad=0_0x0_0x127_0}, to_apply=%sum, "
+        'backend_config={"estimated_cycles":"2866"}',
+        computations=add,
+    )
+    price = instruction_time.Rates.of(V5E).price(module, hlo_programs.last(module))
+    least_s = 2048 * 16 * 128 * 128 / (4 * 1024) / V5E.cycles_per_s
+    assert least_s < price.seconds < 2 * least_s
+
+
 def _conditional(**choices):
     branch = """%BRANCH (x: f32[64,128]) -> f32[64,128] {
   %x.BRANCH = f32[64,128]{1,0:T(8,128)} parameter(0)
