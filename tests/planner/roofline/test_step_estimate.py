@@ -176,6 +176,21 @@ def test_the_vector_units_take_their_operations():
     assert found.step_s < 1.01 * estimate(program(multiply, rows, weights), devices).step_s
 
 
+@pytest.mark.parametrize("gathers", [True, False])
+def test_each_row_of_a_gather_or_scatter_takes_its_cycles(gathers):
+    """Rows of two numbers take longer than their bytes."""
+    rows = 2**20
+
+    def step(table, ids):
+        places = ids[:, 0].astype(jnp.int32)
+        return table[places] if gathers else jnp.zeros((64, 2), jnp.bfloat16).at[places].add(1)
+
+    devices = network(data=8)
+    found = estimate(program(step, ((64, 2), ((), ())), ((rows, 1), ((), ()))), devices)
+    least_s = 8 * rows / devices.chip.cycles_per_s
+    assert least_s <= found.step_s <= 1.3 * least_s
+
+
 @pytest.mark.parametrize(("num_ids", "is_summed"), [(1024, True), (2**21, False)])
 def test_the_larger_operand_of_a_lookup_decides_its_sharding(num_ids, is_summed):
     """A table that is split along its width splits its rows so, if no constraint gathers it."""

@@ -134,6 +134,11 @@ class DeviceAccount:
         units = rates.unit_seconds(num_bytes, traffic.vmem_bytes, num_ops)
         self.cost.compute_s += rates.loop_seconds(*units, moves=moves, uses_hbm=num_bytes > 0)
 
+    def extend(self, before_s: float, cycles: float) -> None:
+        """Lets the operation that began after `before_s` of computing take at least `cycles`."""
+        least_s = before_s + cycles / self.network.chip.cycles_per_s
+        self.cost.compute_s = max(self.cost.compute_s, least_s)
+
     def _spend_bytes(self, num_bytes: float, *, moves: bool = False) -> None:
         self._spend(Traffic(num_bytes), moves=moves)
 

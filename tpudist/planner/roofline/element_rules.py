@@ -20,6 +20,7 @@ from tpudist.planner.roofline.sharded_value import (
 )
 from tpudist.planner.roofline.walk_state import WalkState
 from tpudist.programs import elementwise
+from tpudist.xla.estimate import scheduled_cycles
 
 # Operations on elements through which the sum over replicas may wait.
 _LINEAR = frozenset(
@@ -215,11 +216,18 @@ class ElementRules(WalkState):
         """Applies an operation that overwrites a part of its first operand in place."""
         value, update = (self.value(i) for i in operation.inputs[:2])
         partial: set[str] = set()
+        cycles = 0.0
         if operation.name.startswith("scatter"):
             value, update, partial = self._place_scatter(operation)
+            window_dims = operation.eqn.params["dimension_numbers"].update_window_dims
+            window = math.prod(update.shape[i] for i in window_dims)
+            num_updates = math.prod(update.shape) / max(1, window)
+            cycles = scheduled_cycles.scatter_cycles(num_updates, window)
         if self.is_fused(value):
             value = self.write(value)
+        before_s = self.cost.compute_s
         self.overwrite(value, update)
+        self.extend(before_s, cycles)
         result = dataclasses.replace(value, origin=None, partial=value.partial | partial)
         if partial:
             number = operation.outputs[0]
@@ -360,7 +368,11 @@ class ElementRules(WalkState):
         table = self.reshard(table, tuple(tuple(n for n in x if n in keep) for x in table.axes))
         result = self.local(array, tuple(axes))
         result.partial = frozenset(rows)
+        before_s = self.cost.compute_s
         found = self.read_and_write([self.part(table, result), indices], result, moves=True)
+        size = math.prod(result.shape[i] for i in numbers.offset_dims)
+        num_slices = math.prod(result.shape) / max(1, size)
+        self.extend(before_s, scheduled_cycles.gather_cycles(num_slices, size))
         return [self.sum(found, self.wanted[operation.outputs[0]])]
 
 

@@ -12,8 +12,9 @@ The rules, fixed before any comparison with compiled programs:
    (`on_chip_memory`), also in a loop if all its values fit.
 2. A product (matrix multiplication, convolution, kernel) takes its operations at the rate of large
    products and the share of the matrix unit that it fills, or its bytes at the rate of HBM. The
-   last operation on elements is part of it. Products of vectors are operations on elements. Each
-   operation adds what it adds without cycles (rules 6 and 7 of `instruction_time`).
+   last operation on elements is part of it. Products of vectors are operations on elements.
+   Gathers and scatters take the cycles of `scheduled_cycles`. Each operation adds what it adds
+   without cycles (rules 6 and 7 of `instruction_time`).
 3. An operand that is split over an axis which the product does not sum or keep is gathered; a
    gathered value is used again in the same block. Devices add up sums over an axis with an
    all-reduce, or with a reduce-scatter where each needs only its part

@@ -79,6 +79,16 @@ def guess(module: Module, instruction: Instruction) -> CycleGuess | None:
     return CycleGuess(longest.what, sum(found.cycles for found in guesses))
 
 
+def gather_cycles(num_slices: float, slice_size: int) -> float:
+    """Returns the cycles of a gather of slices."""
+    return num_slices * (_PER_INDEX + _rows(slice_size))
+
+
+def scatter_cycles(num_updates: float, window: int) -> float:
+    """Returns the cycles of a scatter of windows."""
+    return num_updates * _PER_INDEX * _rows(window)
+
+
 def _guess_one(module: Module, instruction: Instruction) -> CycleGuess | None:
     opcode = instruction.opcode
     if opcode not in ("gather", "scatter", "sort", "rng-bit-generator", "custom-call"):
@@ -87,12 +97,12 @@ def _guess_one(module: Module, instruction: Instruction) -> CycleGuess | None:
     if opcode == "gather":
         slice_size = math.prod(_numbers(instruction, "slice_sizes"))
         num_slices = instruction.arrays[0].num_elements / max(1, slice_size)
-        return CycleGuess(opcode, num_slices * (_PER_INDEX + _rows(slice_size)))
+        return CycleGuess(opcode, gather_cycles(num_slices, slice_size))
     if opcode == "scatter":
         updates = operands[-1]
         window = math.prod(updates.dims[dim] for dim in _numbers(instruction, "update_window_dims"))
         num_updates = updates.num_elements / max(1, window)
-        return CycleGuess(opcode, num_updates * _PER_INDEX * _rows(window))
+        return CycleGuess(opcode, scatter_cycles(num_updates, window))
     if opcode == "sort":
         (dim,) = _numbers(instruction, "dimensions")
         levels = math.ceil(math.log2(max(2, operands[0].dims[dim])))
