@@ -174,3 +174,11 @@ def test_steps_of_plain_jax_are_ranked_like_their_plans():
     same = planner.search(_with_own_mesh, "v5e-8", max_compiles=0, **how)
     estimates = {x.candidate.name: x.estimate for x in result.outcomes}
     assert {x.candidate.name: x.estimate for x in same.outcomes} == estimates
+
+
+def test_a_step_of_plain_jax_has_the_slice_of_its_candidate():
+    def make_step(candidate):
+        return *_with_specs(candidate)[:3], {"topology": "v5e-4"}
+
+    result = planner.search(make_step, "v5e-8", geometries=[{}], remat=["none"])
+    assert "topology='v5e-4'. Omit it" in result.outcomes[0].reason

@@ -21,7 +21,15 @@ def plan_options(candidate: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         candidate: Candidate of a search.
         options: Options that the user's function has returned with its step.
+
+    Raises:
+        ValueError: If they name a slice.
     """
+    if "topology" in options:
+        raise ValueError(
+            f"The function of a search returned topology={options['topology']!r}. Omit it there: "
+            "the slice is that of the candidate."
+        )
     specs = jax.tree.leaves(options.get("in_shardings"), is_leaf=_is_spec)
     mesh = {"mesh": candidate.mesh_axes} if any(map(_is_spec, specs)) else {}
     return {"topology": candidate.topology, **mesh, **options}
