@@ -136,6 +136,23 @@ def test_a_branch_that_calls_the_host_is_not_counted():
     assert re.search(rf"branch {guess.counted} takes \S+ ns \(weight 1\)", str(plan))
 
 
+@pytest.mark.parametrize("how", ["argument", "constraint", "shard_map", "nothing"])
+def test_an_axis_that_splits_nothing_is_noted(how):
+    mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
+
+    def step(x):
+        if how == "constraint":
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "model")))
+        if how == "shard_map":
+            return jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("model"), out_specs=P("model"))(x)
+        return x + 1
+
+    spec = P("data", "model" if how == "argument" else None)
+    (*notes,) = planner.plan(step, X, mesh=mesh, in_shardings=(spec,)).notes
+    expected = ["Nothing is split over model (2) of the mesh"] if how == "nothing" else []
+    assert [x.partition(",")[0] for x in notes] == expected
+
+
 def test_a_step_without_results_is_noted():
     """`jax.jit` loses updates of NNX objects, so the compiler removes the whole program."""
     (note,) = planner.plan(jax.jit(lambda x: None), X).notes

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from tpudist.array_types import PyTree
 from tpudist.keras import keras_scope
@@ -34,7 +34,7 @@ from tpudist.planner.plain_program import (
 from tpudist.planner.plan_record import Plan
 from tpudist.planner.show.progress import Progress, show_progress
 from tpudist.programs import jaxprs
-from tpudist.xla.compiler import compiler_process
+from tpudist.xla.compiler import compiler_process, lowered_program
 from tpudist.xla.compiler.visible_devices import means_absent_devices
 from tpudist.xla.estimate.sizes import format_bytes
 from tpudist.xla.hardware import slices
@@ -256,7 +256,8 @@ def _plan_call(
         closed=lowered.closed,
         compiler_options=request.compiler_options,
     )
-    notes = _notes_on_devices(request.topology, mesh) + _notes_on_values(lowered.closed)
+    notes = _notes_on_devices(request.topology, mesh) + _notes_on_axes(lowered, mesh)
+    notes += _notes_on_values(lowered.closed)
     return plan_builder.plan_lowered(step, mesh, 1, notes, request, report, trace_s)
 
 
@@ -284,6 +285,31 @@ def _notes_on_devices(topology: str | None, mesh: Mesh) -> tuple[str, ...]:
     return (
         f"The program uses {mesh.size} of the {size} devices of {topology}: the step and its "
         "arguments have no shardings for more. Pass mesh= and in_shardings=.",
+    )
+
+
+def _notes_on_axes(lowered: LoweredCall, mesh: Mesh) -> tuple[str, ...]:
+    """Returns a note on the axes of a mesh that split nothing."""
+    if lowered.closed is None:
+        return ()
+    shardings = [x.sharding for x in lowered.inputs(mesh)]
+    shardings += lowered_program.result_shardings_of(lowered.lowered)
+    used = set[Any]()
+    for eqn in jaxprs.walk(lowered.closed):
+        if eqn.primitive.name == "sharding_constraint":
+            shardings.append(eqn.params["sharding"])
+        elif "mesh" in eqn.params:  # a `shard_map`
+            used |= {*eqn.params["mesh"].axis_names}
+    for sharding in filter(None, shardings):
+        if not isinstance(sharding, NamedSharding):
+            return ()  # of `pmap`, or unknown
+        used |= {name for x in sharding.spec for name in (x if isinstance(x, tuple) else (x,))}
+    unused = [f"{name} ({n})" for name, n in mesh.shape.items() if n > 1 and name not in used]
+    if not unused:
+        return ()
+    return (
+        f"Nothing is split over {', '.join(unused)} of the mesh, so these devices all compute the "
+        "same. Name the axis in in_shardings=, or in the shardings of the arguments.",
     )
 
 

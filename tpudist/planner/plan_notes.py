@@ -24,6 +24,11 @@ _WRITE_BLOCKS = (
     "write aligned blocks of 16 rows: read the block, replace the row, and write the block "
     "(docs/plan_a_server.md)."
 )
+KEPT_ANSWER = "The compiler was not called again: the plan uses its kept answer for this program."
+OLD_LINES = (
+    "Source lines are from the time of that answer: cache=False calls the compiler again, for "
+    "current lines."
+)
 
 
 def on_unknowns(module: hlo_module.Module, time: TimeEstimate | None) -> list[str]:
@@ -78,12 +83,7 @@ def on_answer(answer: compiler_query.Answer) -> list[str]:
     """Returns notes on a compiler that was not called."""
     notes = []
     if answer.is_cached:
-        notes.append(
-            "The compiler was not called again: the plan uses its kept answer for this program."
-        )
+        notes.append(KEPT_ANSWER)
     if answer.lines_moved:
-        notes.append(
-            "Source lines are from the time of that answer: cache=False calls the compiler again, "
-            "for current lines."
-        )
+        notes.append(OLD_LINES)
     return notes

@@ -12,7 +12,6 @@ from tpudist.planner.plan_figures import PlanFigures
 
 JSON_VERSION = 1
 """Format of `to_json`. Raise it if a field changes its meaning."""
-_TEXT_WIDTH = 100  # of `print(plan)`; `rich.print` uses the width of the terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +100,9 @@ class Plan(PlanFigures):
         return TerminalReport(describe_plan(self))
 
     def __str__(self) -> str:
-        from rich.console import Console
+        from tpudist.planner.show.terminal import format_plain
 
-        console = Console(width=_TEXT_WIDTH, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get()
+        return format_plain(self)
 
     def _repr_html_(self) -> str:
         from tpudist.planner.show.html import format_html

@@ -11,6 +11,7 @@ import jax
 from tpudist import context, planner
 from tpudist.planner import Plan
 from tpudist.planner.show.formats import format_bytes
+from tpudist.planner.show.memory_text import format_count
 from tpudist.planner.show.progress import silent_progress
 from tpudist.xla.estimate.memory import MemoryReport
 
@@ -111,7 +112,8 @@ def _describe_excess(label: str, memory: MemoryReport, reserved: int, max_bytes:
     for value in memory.largest[:_NUM_LARGEST]:
         origin = value.source or value.op_name or value.name
         lines.append(
-            f"  {format_bytes(value.num_bytes):>10}  {value.shape.partition('{')[0]}  {origin}"
+            f"  {format_bytes(value.num_bytes):>10}  {value.shape.partition('{')[0]}"
+            f"{format_count(value)}  {origin}"
         )
     lines.append("If you expect this, use a larger max_bytes. Otherwise start with the largest.")
     return "\n".join(lines)

@@ -171,6 +171,7 @@ def test_steps_of_plain_jax_are_ranked_like_their_plans():
         # Two products, and three of their gradients: the rows get none.
         assert outcome.estimate.flops == outcome.plan.time.flops == 5 * 2 * 1024 * 4096**2
         assert outcome.estimate.step_s == pytest.approx(outcome.plan.time.step_s, rel=0.3)
+    assert f"best on v5e-8: {fastest.candidate.name}" in str(result)
     same = planner.search(_with_own_mesh, "v5e-8", max_compiles=0, **how)
     estimates = {x.candidate.name: x.estimate for x in result.outcomes}
     assert {x.candidate.name: x.estimate for x in same.outcomes} == estimates
@@ -182,3 +183,13 @@ def test_a_step_of_plain_jax_has_the_slice_of_its_candidate():
 
     result = planner.search(make_step, "v5e-8", geometries=[{}], remat=["none"])
     assert "topology='v5e-4'. Omit it" in result.outcomes[0].reason
+
+
+def test_the_strategy_of_plain_jax_may_be_omitted_and_too_few_parts_are_refused():
+    how = {"geometries": [{}], "remat": ["none"], "max_compiles": 0}
+    found = planner.search(lambda candidate: _with_specs(candidate)[1:], "v5e-8", **how)
+    assert found.outcomes[0].estimate is not None
+    found = planner.search(lambda candidate: None, "v5e-8", **how | {"max_compiles": 1})
+    assert "make_step returned a NoneType. It must return" in found.outcomes[0].reason
+    with pytest.raises(ValueError, match="list of dicts of axes"):
+        planner.search(_with_specs, "v5e-8", geometries=["fsdp=8"])

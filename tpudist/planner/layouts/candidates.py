@@ -103,7 +103,8 @@ def make_candidates(
             "A search needs at least one geometry, one remat policy and one number of "
             'microbatches: geometries=[{"fsdp": 8}], remat=["none"], microbatches=[1].'
         )
-    if isinstance(geometries, Mapping) or isinstance(remat, str):
+    are_sets = all(isinstance(axes, Mapping) for axes in geometries)
+    if isinstance(geometries, Mapping) or not are_sets or isinstance(remat, str):
         raise ValueError(
             "geometries must be a list of dicts of axes, and remat a list of names: "
             'geometries=[{"fsdp": 8}], remat=["none", "full"].'

@@ -51,6 +51,25 @@ _BYTES_EACH = 3 * 1024**3
 MakeStep = Callable[[Candidate], Sequence[Any]]
 
 
+def _check_steps(make_step: MakeStep) -> MakeStep:
+    """Returns a function of the user whose results have all parts."""
+
+    def make(candidate: Candidate) -> Sequence[Any]:
+        step = make_step(candidate)
+        parts = tuple(step) if isinstance(step, tuple | list) else ()
+        if parts and callable(parts[0]):  # a step of plain JAX: no strategy is callable
+            parts = None, *parts
+        if len(parts) not in (3, 4):
+            of = f" of {len(step)}" if isinstance(step, tuple | list) else ""
+            raise TypeError(
+                f"make_step returned a {type(step).__name__}{of}. It must return (strategy, fn, "
+                "args), or (None, fn, args) for plain JAX, and perhaps a dict of arguments of plan."
+            )
+        return parts
+
+    return make
+
+
 class _Abandoned(Exception):
     """The candidate is abandoned: the time is spent, or another worker failed."""
 
@@ -123,6 +142,7 @@ def search(
     devices = jax.devices() if topology is None else topologies.devices(topology)
     ranked = candidates.make_candidates(topology, devices, geometries, remat, microbatches)
     measured = None if calibration is None else read_calibration(calibration)
+    make_step = _check_steps(make_step)
     arguments = {
         "compiler_options": compiler_options,
         "tokens_per_step": tokens_per_step,

@@ -53,6 +53,11 @@ class SearchResult(SearchOutcomes):
 
         return TerminalReport(search_text.describe_search(self))
 
+    def __str__(self) -> str:
+        from tpudist.planner.show.terminal import format_plain
+
+        return format_plain(self)
+
     def _repr_html_(self) -> str:
         from tpudist.planner.layouts import search_text
         from tpudist.planner.show.html import format_html

@@ -15,6 +15,7 @@ from tpudist.planner.layouts.search_outcomes import (
     SearchOutcomes,
     counts_tokens,
 )
+from tpudist.planner.plan_notes import KEPT_ANSWER, OLD_LINES
 from tpudist.planner.show.formats import (
     format_bytes,
     format_count,
@@ -40,6 +41,11 @@ def describe_search(result: SearchOutcomes) -> Report:
     sections: list[TextTable | Lines] = []
     if fitting:
         sections.append(_table_of_fitting(fitting))
+    if result.best and result.best.plan:
+        notes = [x for x in result.best.plan.notes if x not in (KEPT_ANSWER, OLD_LINES)]
+        sections += [Lines("Notes on the best", tuple(notes))] if notes else []
+    if same := [f"{x.candidate.name}: as {x.same_as}" for x in fitting if x.same_as]:
+        sections.append(Lines("The same program", tuple(same)))
     if close := _list_close_to_best(fitting):
         sections.append(Lines("Too close to the best to rank", close))
     if too_large:
@@ -96,7 +102,7 @@ def _table_of_fitting(outcomes: tuple[Outcome, ...]) -> TextTable:
     columns = (
         Column("layout", is_short=True),
         Column("remat", is_short=True),
-        Column("microbatches", is_number=True, only_wide=True),
+        Column("microbatches", is_number=True, only_wide=_have_equal_microbatches(outcomes)),
         Column("step", is_number=True),
         Column("low to high", is_number=True, only_wide=True),
         Column("tokens/s", is_number=True),
@@ -104,7 +110,6 @@ def _table_of_fitting(outcomes: tuple[Outcome, ...]) -> TextTable:
         Column("memory", is_number=True),
         Column("ICI", is_number=True, only_wide=True),
         Column("DCN", is_number=True, only_wide=True),
-        Column("", only_wide=True),
     )
     title = "Fits, the fastest first" if outcomes[0].step_s else "Fits, the smallest first"
     rows = tuple(_row(x) for x in outcomes)
@@ -119,13 +124,17 @@ def _table_of_estimates(outcomes: tuple[Outcome, ...]) -> TextTable:
     columns = (
         Column("layout", is_short=True),
         Column("remat", is_short=True),
-        Column("microbatches", is_number=True, only_wide=True),
+        Column("microbatches", is_number=True, only_wide=_have_equal_microbatches(outcomes)),
         Column("step", is_number=True),
         Column("memory", is_number=True),
     )
     num = len(outcomes)
     title = f"Estimated and not compiled, the most promising {min(num, _NUM_ESTIMATED)} of {num}"
     return TextTable(columns, tuple(map(_row_of_estimate, outcomes[:_NUM_ESTIMATED])), title)
+
+
+def _have_equal_microbatches(outcomes: tuple[Outcome, ...]) -> bool:
+    return len({x.candidate.microbatches for x in outcomes}) == 1
 
 
 def _row_of_estimate(outcome: Outcome) -> tuple[str, ...]:
@@ -155,7 +164,6 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         _memory(outcome),
         format_bytes(plan.ici_bytes) if plan.ici_bytes else "-",
         format_bytes(plan.dcn_bytes) if plan.dcn_bytes else "-",
-        f"the same program as {outcome.same_as}" if outcome.same_as else "",
     )
 
 

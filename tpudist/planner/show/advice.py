@@ -19,7 +19,8 @@ def suggest_changes(plan: PlanFigures) -> tuple[str, ...]:
     assert plan.refusal is not None
     refusal = plan.refusal
     advice = [
-        'Compute activations again in the backward pass (remat="full"), if the program keeps them.',
+        "Compute activations again in the backward pass, if the program keeps them: "
+        'remat="full", or jax.checkpoint in your own step.',
         "Give each replica fewer examples at a time: a smaller batch, or more microbatches.",
     ]
     if split := _split(plan):

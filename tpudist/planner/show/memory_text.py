@@ -135,7 +135,7 @@ def _largest(title: str, buffers: Sequence[Buffer], of_bytes: int) -> Iterable[T
         (
             format_bytes(buffer.num_bytes),
             format_bytes(buffer.padding_bytes) if buffer.padding_bytes else "",
-            format_shape(buffer.shape) + _format_count(buffer),
+            format_shape(buffer.shape) + format_count(buffer),
             format_op(buffer.op_name) or buffer.name,
             buffer.source or "",
         )
@@ -147,7 +147,7 @@ def _largest(title: str, buffers: Sequence[Buffer], of_bytes: int) -> Iterable[T
     yield TextTable(columns, rows, title, notes)
 
 
-def _format_count(buffer: Buffer) -> str:
+def format_count(buffer: Buffer) -> str:
     """Returns how many values of a line a buffer stands for; the others may have other shapes."""
     if buffer.count == 1:
         return ""

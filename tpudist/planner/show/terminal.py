@@ -16,6 +16,7 @@ from rich.text import Text
 from tpudist.display.text_tables import TextTable
 from tpudist.planner.show.report_parts import Bars, Lines, Part, Report
 
+_TEXT_WIDTH = 100  # of `print(plan)`; `rich.print` uses the width of the terminal
 _NUM_BOLD = 3  # facts: memory, step time and speed, as in `html`
 
 
@@ -40,6 +41,14 @@ class TerminalReport:
         for section in self._report.sections:
             yield Text(f"\n{section.title}", style="bold")
             yield Padding(_section(section), (0, 0, 0, 2))
+
+
+def format_plain(result: RenderableType) -> str:
+    """Returns a plan or the result of a search as text without colors."""
+    console = Console(width=_TEXT_WIDTH, color_system=None)
+    with console.capture() as capture:
+        console.print(result)
+    return capture.get()
 
 
 def _facts(facts: tuple[tuple[str, str], ...]) -> Table:

@@ -85,6 +85,15 @@ def inputs_of(lowered: jax.stages.Lowered) -> list[ProgramInput]:
     ]
 
 
+def result_shardings_of(lowered: jax.stages.Lowered) -> list[Sharding | None]:
+    """Returns the sharding of each result; None if the compiler chooses it."""
+    try:
+        shardings = _read_lowering(lowered).compile_args["out_shardings"]
+    except (AttributeError, KeyError) as error:
+        raise _unknown_version("does not know its results") from error
+    return [_read_sharding(sharding) for sharding in shardings]
+
+
 def copy_module(lowered: jax.stages.Lowered) -> ir.Module:
     """Returns a copy of the MLIR module of a program, which may be changed."""
     module: Any = lowered.compiler_ir("stablehlo")
