@@ -77,16 +77,68 @@ def test_mistakes_are_explained(capsys, options, message):
     assert message in " ".join(printed.err.split())
 
 
-def test_a_step_that_fails_for_each_layout_is_not_said_to_need_memory(
-    capsys, tmp_path, monkeypatch
+STEPS = """
+import jax
+import jax.numpy as jnp
+
+def fails(candidate):
+    raise KeyError("weights")
+
+def without_candidate():
+    return jnp.sum, (jax.ShapeDtypeStruct((8, 4), jnp.float32),)
+
+def ignores(candidate):
+    return None, jnp.sum, (jax.ShapeDtypeStruct((64, 4), jnp.float32),)
+
+def follows(candidate):
+    return None, jnp.sum, (jax.ShapeDtypeStruct((candidate.batch, 4), jnp.float32),)
+"""
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("fails", 2, "The first error: KeyError: 'weights' ("),
+        ("without_candidate", 2, "does not receive a candidate, so its batch and its layout"),
+        ("ignores", 2, "own_step:ignores ignores candidate.batch"),
+        ("follows", 0, "The smallest slice is v5e-4, by an estimate"),
+    ],
+)
+def test_your_own_step_must_follow_the_batch_of_its_candidate(
+    capsys, tmp_path, monkeypatch, name, code, message
 ):
-    (tmp_path / "step_that_fails.py").write_text("def make_step(candidate):\n    raise KeyError")
+    (tmp_path / "own_step.py").write_text(STEPS)
     monkeypatch.syspath_prepend(tmp_path)
-    code, printed = size(
-        capsys, "largest-batch", "step_that_fails:make_step", "--topologies", "v5e-8"
-    )
-    assert code == 2
-    assert "No choice could be estimated" in printed.err
+    options = ("--topologies", "v5e-4", "--rows", "4096", "--compiles", "0")
+    found, printed = size(capsys, "smallest-slice", f"own_step:{name}", *options)
+    assert found == code
+    assert message in " ".join((printed.out + printed.err).split())
+
+
+def test_the_cheapest_run_is_compiled_until_no_estimate_is_cheaper(capsys, monkeypatch):
+    """Otherwise a choice with an estimate far below its plan would be the answer."""
+    seconds = {"v5e-4": (3.0, 3.0), "v5e-8": (1.0, 9.0), "v5e-16": (9.0, 9.0)}
+
+    def choice(topology, step_s):
+        estimate = StepEstimate(step_s, 1.0, 2.0, step_s, 0.0, 0.0, 0.0)
+        candidate = planner.Candidate(topology, {}, "none", 1, (), 8)
+        return Choice(candidate, int(topology[4:]), 1024, estimate)
+
+    def compile_(self, estimated):
+        # The time of the plan, as an estimate: `plan` has no other figure that matters here.
+        return choice(estimated.candidate.topology, seconds[estimated.candidate.topology][1])
+
+    monkeypatch.setattr(Sizer, "_estimate", lambda self, x, batch: [choice(x, seconds[x][0])])
+    monkeypatch.setattr(Sizer, "_compile", compile_)
+    for compiles, topology, num_compiled, num_cheaper in ((3, "v5e-4", 2, 0), (1, "v5e-8", 1, 1)):
+        sizer = Sizer(lambda candidate: (), 1, max_compiles=compiles)
+        found = sizer.cheapest(dict.fromkeys(seconds, 8), 1e6, 30, {})
+        assert found.answer.candidate.topology == topology
+        assert (len(found.compiled), found.num_cheaper) == (num_compiled, num_cheaper)
+    options = ("--topologies", *seconds, "--tokens", "1e6", "--days", "30", "--compiles", "1")
+    _, printed = size(capsys, "cheapest", *options)
+    assert "Not compiled: 1 choice with a cheaper estimate." in " ".join(printed.out.split())
 
 
 def test_choices_that_were_not_compiled_are_not_said_to_need_too_much_memory(capsys, monkeypatch):
@@ -105,6 +157,8 @@ def test_choices_that_were_not_compiled_are_not_said_to_need_too_much_memory(cap
         code, printed = size(capsys, "largest-batch", "--topologies", "v5e-4")
         assert code == 1
         assert message in " ".join(printed.out.split())
+        assert "~1.00 s" in printed.out
+        assert "210.40 GiB" in printed.out  # by the compiler
 
 
 def test_the_front_has_the_choices_that_no_other_beats_in_time_and_cost():
@@ -118,7 +172,7 @@ def test_the_front_has_the_choices_that_no_other_beats_in_time_and_cost():
     assert pareto_front([slow, beaten, fast], 1e6, {"v5e": 2.0, "v5p": 0.5}) == [fast, slow, beaten]
 
 
-def test_the_largest_batch_that_is_estimated_to_fit_is_compiled_first(monkeypatch):
+def test_the_largest_batch_that_is_estimated_to_fit_is_compiled_first(capsys, monkeypatch):
     def estimate(self, topology, batch):
         found = StepEstimate(1.0, float(batch), 100.0, 1.0, 0.0, 0.0, 0.0)
         return [Choice(planner.Candidate(topology, {}, "none", 1, (), batch), 8, batch, found)]
@@ -128,7 +182,11 @@ def test_the_largest_batch_that_is_estimated_to_fit_is_compiled_first(monkeypatc
     assert found.answer.candidate.batch == 96
     assert not found.compiled
     assert found.num_estimated == 15  # 1, 2, 3, 4, 6, ..., 192
-    assert not found.is_limited
+    assert found.next_batch == 128
+    _, printed = size(capsys, "largest-batch", "--topologies", "v5e-8", "--compiles", "0")
+    text = " ".join(printed.out.split())
+    assert "The largest of the batches that were tried, two per doubling, is 96 rows" in text
+    assert "The next, 128 rows, did not fit. The batches between the two were not tried." in text
 
 
 def test_a_batch_that_never_fills_the_memory_is_not_called_the_largest(capsys, monkeypatch):
@@ -139,5 +197,5 @@ def test_a_batch_that_never_fills_the_memory_is_not_called_the_largest(capsys, m
     monkeypatch.setattr(Sizer, "_estimate", estimate)
     code, printed = size(capsys, "largest-batch", "--topologies", "v5e-8", "--compiles", "0")
     assert code == 0
-    assert "The largest batch that was tried is 786432 rows" in printed.out
-    assert "No batch filled the memory" in printed.out
+    assert "is 786432 rows" in printed.out
+    assert "No batch filled the memory" in " ".join(printed.out.split())

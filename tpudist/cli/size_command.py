@@ -20,7 +20,13 @@ from tpudist.display.text_tables import Column, TextTable
 from tpudist.planner.layouts import size_questions
 from tpudist.planner.layouts.size_questions import Choice, Sizer, Sizing
 from tpudist.planner.show import pareto_chart
-from tpudist.planner.show.formats import format_bytes, format_count, format_seconds, plural
+from tpudist.planner.show.formats import (
+    format_bytes,
+    format_count,
+    format_error,
+    format_seconds,
+    plural,
+)
 from tpudist.planner.show.progress import show_progress
 from tpudist.training import arguments
 from tpudist.xla.hardware import slices
@@ -83,6 +89,11 @@ def run(options: Options) -> int:
     with _explain_errors(options), show_progress(None) as report:
         sizer, batch_of = _make_sizer(options, names)
         sizer = dataclasses.replace(sizer, report=report)
+        if options.step is not None and not sizer.follows_batch(batch_of):
+            raise WrongUse(
+                f"{options.step} ignores candidate.batch: twice as many rows do not change its "
+                "step. Create a global batch of candidate.batch rows."
+            )
         if options.question == "largest-batch":
             found = sizer.largest_batch(names[0])
         elif options.question == "smallest-slice":
@@ -91,11 +102,14 @@ def run(options: Options) -> int:
             assert options.tokens  # `_check` requires both
             assert options.days
             found = sizer.cheapest(batch_of, options.tokens, options.days, prices)
-    if not found.num_estimated:
-        raise WrongUse(
-            "No choice could be estimated: the step fails for each layout, or the chips have no "
-            f"published rates. tpudist plan --search --topology {names[0]} shows the errors."
-        )
+        if not found.num_estimated:
+            error = sizer.find_error(batch_of)
+            if isinstance(error, WrongUse):
+                raise error
+            reason = "the chips have no published rates."
+            if error is not None:
+                reason = f"the step fails for each layout. The first error: {format_error(error)}"
+            raise WrongUse(f"No choice could be estimated, because {reason}") from error
     choices = _list_choices(options, found, prices)
     text = _format_json(options, found, choices)
     if options.json == "-":
@@ -191,9 +205,14 @@ def _make_sizer(options: Options, names: list[str]) -> tuple[Sizer, dict[str, in
         "max_compiles": options.compiles,
     }
     if options.step is not None:
-        make_step = user_step.load(options.step, names[0]).make
-        sizer = Sizer(make_step, options.tokens_per_row or 1, **more)
-        return sizer, dict.fromkeys(names, options.rows or 1)
+        loaded = user_step.load(options.step, names[0])
+        if not loaded.takes_candidate:
+            raise WrongUse(
+                f"{options.step} does not receive a candidate, so its batch and its layout cannot "
+                f"change. {user_step.RULE_OF_CANDIDATES} Its batch needs candidate.batch rows."
+            )
+        sizer = Sizer(loaded.make, options.tokens_per_row or 1, **more)
+        return sizer, {x: options.rows or slices.parse(x).num_devices for x in names}
     models = {x: reference.make_reference(options.model, slices.parse(x)) for x in names}
     first = models[names[0]]
     return Sizer(first.make_step, first.length, **more), {
@@ -245,8 +264,8 @@ def _table(
     rows = []
     for choice, is_front in choices:
         name = choice.candidate
-        peak = choice.plan.memory.peak_bytes if choice.plan and choice.plan.memory else None
-        about = "" if choice.plan else "~"
+        peak = choice.compiled_bytes
+        about = "" if choice.plan and choice.plan.time else "~"
         row = [
             str(name.topology),
             str(name.batch),
@@ -296,17 +315,26 @@ def _describe(options: Options, found: Sizing) -> str:
             )
         return f"\nNothing that was tried {reason}. {effort}"
     name = answer.candidate
-    tried, more = "", ""
-    if found.is_limited:
-        tried = " that was tried"
-        more = " No batch filled the memory: larger ones may fit, if the step uses candidate.batch."
-    texts = {
-        "largest-batch": f"The largest batch{tried} is {name.batch} rows",
-        "smallest-slice": f"The smallest slice is {name.topology}",
-        "cheapest": f"The cheapest is {name.topology}",
-    }
+    more = ""
+    if options.question == "largest-batch":
+        text = f"The largest of the batches that were tried, two per doubling, is {name.batch} rows"
+        more = " No batch filled the memory: larger ones may fit."
+        if found.next_batch:
+            more = (
+                f" The next, {found.next_batch} rows, did not fit. The batches between the two "
+                "were not tried."
+            )
+    elif options.question == "smallest-slice":
+        text = f"The smallest slice is {name.topology}"
+    else:
+        text = f"The cheapest is {name.topology}"
+    if found.num_cheaper:
+        more = (
+            f" Not compiled: {plural(found.num_cheaper, 'choice')} with a cheaper estimate. To "
+            f"compile more, pass --compiles above {options.compiles}."
+        )
     by = "by the compiler" if answer.plan else "by an estimate"
-    return f"\n{texts[options.question]}, {by}: {name.name}.{more}\n{effort}"
+    return f"\n{text}, {by}: {name.name}.{more}\n{effort}"
 
 
 def _format_json(options: Options, found: Sizing, choices: list[tuple[Choice, bool]]) -> str:
@@ -340,7 +368,10 @@ def _format_json(options: Options, found: Sizing, choices: list[tuple[Choice, bo
             "choices": [(plain(x) or {}) | {"is_on_front": front} for x, front in choices],
             "num_estimated": found.num_estimated,
             "estimate_s": found.estimate_s,
-            "is_limited": found.is_limited,
+            "is_limited": options.question == "largest-batch"
+            and found.answer is not None
+            and found.next_batch is None,
+            "num_cheaper": found.num_cheaper,
         },
         indent=1,
     )

@@ -1,10 +1,12 @@
 """Three questions about sizes: the largest batch, the smallest slice, the cheapest run.
 
 Every combination of a slice, a batch and a layout is estimated without the compiler. Then the
-compiler confirms the best of them, one after the other, until one fits.
+compiler confirms the best of them, one after the other, until one fits. The cheapest run needs more
+compilations if a choice turns out dearer than its estimate.
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,10 +14,12 @@ from typing import Any
 from tpudist.planner.layouts import candidates, first_pass
 from tpudist.planner.layouts.candidates import Candidate
 from tpudist.planner.plan_record import Plan
-from tpudist.planner.roofline.step_estimate import StepEstimate
+from tpudist.planner.roofline.step_estimate import Estimator, StepEstimate
 from tpudist.planner.show.progress import Progress, silent_progress
 from tpudist.xla import topology as topologies
 from tpudist.xla.hardware import slices
+
+_log = logging.getLogger("tpudist")
 
 MakeStep = Callable[[Candidate], Sequence[Any]]
 _SPARE = 1.2  # of the memory: a choice above is not compiled
@@ -52,6 +56,15 @@ class Choice:
         return self.estimate.peak_bytes / self.estimate.capacity_bytes
 
     @property
+    def compiled_bytes(self) -> int:
+        """Memory by the compiler, also if it does not fit; 0 if it is not known."""
+        if self.plan is None:
+            return 0
+        if self.plan.memory is not None:
+            return self.plan.memory.peak_bytes
+        return self.plan.refusal.needed_bytes if self.plan.refusal else 0
+
+    @property
     def fits(self) -> bool:
         """Whether it fits, by the plan if there is one."""
         return self.plan.fits if self.plan else self.estimate.fits
@@ -76,7 +89,9 @@ class Sizing:
         choices: The best choice of each slice and batch.
         num_estimated: Number of estimated choices.
         estimate_s: Seconds of all estimates.
-        is_limited: Whether the answer is the largest batch that was tried, so a larger one may fit.
+        next_batch: Next larger batch that was estimated, for the largest batch; None if there is
+            none, so a larger one may fit.
+        num_cheaper: Number of choices that were not compiled and have a cheaper estimate.
     """
 
     answer: Choice | None
@@ -84,7 +99,8 @@ class Sizing:
     choices: tuple[Choice, ...]
     num_estimated: int
     estimate_s: float
-    is_limited: bool = False
+    next_batch: int | None = None
+    num_cheaper: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,20 +128,19 @@ class Sizer:
     def largest_batch(self, topology: str) -> Sizing:
         """Returns the largest batch that fits a slice; it tries two sizes per doubling."""
         started, found = time.monotonic(), list[list[Choice]]()
-        most, is_filled = 0, False
         first = max(1, slices.parse(topology).num_devices // 8)
         for k in range(_MAX_DOUBLINGS):
             batches = (first * 2**k, 3 * first * 2 ** (k - 1)) if k else (first,)
             groups = [self._estimate(topology, batch) for batch in sorted(batches)]
             found += groups
-            most = max(batches)
             smallest = [min((x.memory_share for x in group), default=0.0) for group in groups]
-            if is_filled := max(smallest) > _SPARE:
+            if max(smallest) > _SPARE:
                 break
         sizing = self._confirm(reversed(found), started)
-        number, answer = sum(map(len, found)), sizing.answer
-        is_limited = not is_filled and answer is not None and answer.candidate.batch == most
-        return dataclasses.replace(sizing, num_estimated=number, is_limited=is_limited)
+        tried = [x.candidate.batch or 0 for group in found for x in group]
+        best = sizing.answer.candidate.batch or 0 if sizing.answer else 0
+        larger = min((x for x in tried if x > best), default=None)
+        return dataclasses.replace(sizing, num_estimated=len(tried), next_batch=larger)
 
     def smallest_slice(self, batch_of: Mapping[str, int]) -> Sizing:
         """Returns the smallest slice that fits.
@@ -162,29 +177,58 @@ class Sizer:
             return cost_of(choice, num_tokens, prices)
 
         in_time = [x for group in groups for x in group if x.days(num_tokens) <= days]
-        by_cost = [[x] for x in sorted(in_time, key=cost)]
-        found = self._confirm(by_cost, started, is_enough=lambda x: x.days(num_tokens) <= days)
-        best = [min(group, key=_place) for group in groups if group]
-        return dataclasses.replace(found, choices=tuple(best), num_estimated=number)
+        by_cost, compiled = sorted(in_time, key=cost), list[Choice]()
+        answer = None if self.max_compiles else next((x for x in by_cost if x.fits), None)
+        seconds = time.monotonic() - started
+        for choice in by_cost[: self.max_compiles]:
+            if answer is not None and cost(answer) <= cost(choice):
+                break
+            compiled.append(self._compile(choice))
+            possible = [x for x in compiled if x.fits and x.days(num_tokens) <= days]
+            answer = min(possible, key=cost, default=None)
+        left = by_cost[len(compiled) :] if compiled else []
+        cheaper = [x for x in left if answer is not None and cost(x) < cost(answer)]
+        best = tuple(min(group, key=_place) for group in groups if group)
+        return Sizing(answer, tuple(compiled), best, number, seconds, num_cheaper=len(cheaper))
 
-    def _estimate(self, topology: str, batch: int) -> list[Choice]:
+    def follows_batch(self, batch_of: Mapping[str, int]) -> bool:
+        """Returns whether the step changes with `candidate.batch`; True if it has no estimate."""
+        for candidate in self._candidates(*next(iter(batch_of.items()))):
+            doubled = dataclasses.replace(candidate, batch=2 * (candidate.batch or 1))
+            estimator = Estimator(self.make_step, [candidate.replica_axes])
+            try:
+                found = estimator.estimate(candidate)
+                return found is None or found != estimator.estimate(doubled)
+            except Exception as error:  # the layout may not be possible
+                _log.debug("no estimate of %s", candidate.name, exc_info=error)
+        return True
+
+    def find_error(self, batch_of: Mapping[str, int]) -> Exception | None:
+        """Returns the first error of a layout, for steps that fail; None if there is none."""
+        for topology, batch in batch_of.items():
+            candidate = self._candidates(topology, batch)[0]
+            try:
+                Estimator(self.make_step, [candidate.replica_axes]).estimate(candidate)
+            except Exception as error:
+                return error
+        return None
+
+    def _candidates(self, topology: str, batch: int) -> list[Candidate]:
         devices = topologies.devices(topology)
         made = candidates.make_candidates(
             topology, devices, self.geometries, self.remat, self.microbatches
         )
-        made = [dataclasses.replace(x, batch=batch) for x in made]
+        return [dataclasses.replace(x, batch=batch) for x in made]
+
+    def _estimate(self, topology: str, batch: int) -> list[Choice]:
+        made = self._candidates(topology, batch)
         deadline = time.monotonic() + 3600
         found = first_pass.estimate_all(self.make_step, made, None, self.report, deadline)
         tokens = batch * self.tokens_per_row
         chips = slices.parse(topology).num_chips
         return [Choice(candidate, chips, tokens, x) for candidate, x in found.items()]
 
-    def _confirm(
-        self,
-        groups: Iterable[Sequence[Choice]],
-        started: float,
-        is_enough: Callable[[Choice], bool] = lambda _: True,
-    ) -> Sizing:
+    def _confirm(self, groups: Iterable[Sequence[Choice]], started: float) -> Sizing:
         """Compiles the fastest and the smallest choice of each group, until one fits."""
         best, compiled, answer, number, compile_s = [], [], None, 0, 0.0
         for group in groups:
@@ -201,7 +245,7 @@ class Sizer:
                     begun = time.monotonic()
                     compiled.append(self._compile(choice))
                     compile_s += time.monotonic() - begun
-                    if compiled[-1].fits and is_enough(compiled[-1]):
+                    if compiled[-1].fits:
                         answer = compiled[-1]
             if answer is not None:
                 break
