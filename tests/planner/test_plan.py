@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,13 @@ from tpudist.planner import (
     compiler_query,
     model_flops,
     plan_builder,
+    plan_notes,
 )
 from tpudist.planner.show import progress
 from tpudist.run.arguments import call_description
 from tpudist.xla import compile_log, mesh, topology
 from tpudist.xla.compiler import flags
+from tpudist.xla.estimate.collective_traffic import CollectiveUse
 from tpudist.xla.hardware import chips
 
 WIDTH, ROWS = 32, 64
@@ -995,3 +998,18 @@ def test_an_unknown_slice_raises_an_error_before_tracing():
 
     with pytest.raises(ValueError, match="is not a TPU slice"):
         sharded().plan(never, topology="v5e")
+
+
+@pytest.mark.parametrize(("op_name", "share", "is_noted"), [
+    ("jit(step)/dot_general", 0.3, True),
+    ("jit(step)/all_to_all", 0.3, False),  # of the program
+    ("jit(step)/dot_general", 0.1, False),
+])  # fmt: skip
+def test_all_to_alls_that_the_compiler_adds_are_noted_if_they_take_long(op_name, share, is_noted):
+    use = CollectiveUse(
+        "all-to-all", 8, 1.0, ("fsdp",), "ici", False, "/a/model.py:7", op_name, 8.0, share, share
+    )
+    notes = plan_notes.on_exchanges([use], types.SimpleNamespace(step_s=1.0))
+    assert [x.partition(". ")[0] for x in notes] == is_noted * [
+        "30% of the step waits for all-to-alls that XLA adds (a/model.py:7)"
+    ]

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 
+from tpudist.display.text_tables import format_source
 from tpudist.planner import compiler_query
 from tpudist.planner.calibration import Calibration
-from tpudist.xla.estimate import loop_copies, timeline
+from tpudist.xla.estimate import collective_traffic, loop_copies, timeline
 from tpudist.xla.estimate.sizes import format_bytes
 from tpudist.xla.estimate.step_time import TimeEstimate
 from tpudist.xla.hlo import hlo_module
 
 _MAX_NAMES = 3  # of loops and kernels in a note
 _MIN_SHARE_OF_COPIES = 0.02  # of a step, that are worth a note
+_MIN_SHARE_OF_EXCHANGES = 0.2
 # Advice on values that a loop copies.
 _CARRY = (
     "Keep the whole value in the carry of the loop, instead of taking parts as inputs and outputs "
@@ -69,6 +71,23 @@ def on_copies(
         f"step. {_KEEP_LAYOUT if copy.is_carried else _CARRY} {_WRITE_BLOCKS}"
         for copy in loop_copies.find(module, simulated, names)
         if copy.seconds > _MIN_SHARE_OF_COPIES * time.step_s
+    ]
+
+
+def on_exchanges(
+    transfers: Sequence[collective_traffic.CollectiveUse], time: TimeEstimate | None
+) -> list[str]:
+    """Returns advice on all-to-alls that are not in the program of the user, but XLA adds."""
+    added = [x for x in transfers if x.kind == "all-to-all" and "all_to_all" not in x.op_name]
+    waited_s = sum(x.exposed_s for x in added)
+    if time is None or waited_s < _MIN_SHARE_OF_EXCHANGES * time.step_s:
+        return []
+    longest = sorted(added, key=lambda x: -x.exposed_s)
+    lines = dict.fromkeys(format_source(x.source) for x in longest if x.source)
+    return [
+        f"{waited_s / time.step_s:.0%} of the step waits for all-to-alls that XLA adds "
+        f"({_list_first(tuple(lines))}). If they move activations, keep these where their rows "
+        "are: constrain them in each layer (jax.lax.with_sharding_constraint)."
     ]
 
 

@@ -51,12 +51,14 @@ def read(
     inputs = input_roles.select_used(text, inputs, num_donated)
     simulated = timeline.simulate(module, mesh, chip)
     time = None if chip is None else step_time.estimate(module, chip, simulated)
+    transfers = collective_traffic.uses(simulated)
     return Figures(
         memory.report(answer.program, module, inputs, chip, mesh),
         time,
-        tuple(collective_traffic.uses(simulated)),
+        tuple(transfers),
         (
             *plan_notes.on_unknowns(module, time),
+            *plan_notes.on_exchanges(transfers, time),
             *plan_notes.on_copies(module, simulated, time, [leaf.name for leaf in inputs]),
         ),
     )
