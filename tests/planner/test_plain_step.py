@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import linen, nnx, struct
 from flax.training.train_state import TrainState
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import tpudist
@@ -136,7 +137,7 @@ def test_a_branch_that_calls_the_host_is_not_counted():
     assert re.search(rf"branch {guess.counted} takes \S+ ns \(weight 1\)", str(plan))
 
 
-@pytest.mark.parametrize("how", ["argument", "constraint", "shard_map", "nothing"])
+@pytest.mark.parametrize("how", ["argument", "constraint", "shard_map", "kernel", "nothing"])
 def test_an_axis_that_splits_nothing_is_noted(how):
     mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
 
@@ -145,11 +146,15 @@ def test_an_axis_that_splits_nothing_is_noted(how):
             x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, "model")))
         if how == "shard_map":
             return jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("model"), out_specs=P("model"))(x)
+        if how == "kernel":  # it has a parameter `mesh`, too
+            return pl.pallas_call(lambda x, y: None, jax.typeof(x), interpret=True)(x)
         return x + 1
 
     spec = P("data", "model" if how == "argument" else None)
     (*notes,) = planner.plan(step, X, mesh=mesh, in_shardings=(spec,)).notes
-    expected = ["Nothing is split over model (2) of the mesh"] if how == "nothing" else []
+    expected = (
+        ["Nothing is split over model (2) of the mesh"] if how in ("kernel", "nothing") else []
+    )
     assert [x.partition(",")[0] for x in notes] == expected
 
 

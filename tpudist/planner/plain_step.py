@@ -298,7 +298,7 @@ def _notes_on_axes(lowered: LoweredCall, mesh: Mesh) -> tuple[str, ...]:
     for eqn in jaxprs.walk(lowered.closed):
         if eqn.primitive.name == "sharding_constraint":
             shardings.append(eqn.params["sharding"])
-        elif "mesh" in eqn.params:  # a `shard_map`
+        elif eqn.primitive.name == "shard_map":
             used |= {*eqn.params["mesh"].axis_names}
     for sharding in filter(None, shardings):
         if not isinstance(sharding, NamedSharding):
