@@ -45,7 +45,7 @@ class GCSStore(ObjectStore):
 
     async def _list(self, start: str, is_deep: bool, token: str | None) -> Page[ObjectFacts | None]:
         bucket, _, prefix = start.removeprefix(_PREFIX).partition("/")
-        # gcsfs omits arguments whose value is None.
+        # gcsfs omits arguments that are None.
         page = await filesystems.get_json_from_gcs(
             self._filesystem,
             "b/{}/o",

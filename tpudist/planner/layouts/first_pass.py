@@ -61,7 +61,7 @@ def plan(
     """Returns the plan of a candidate by the compiler.
 
     Args:
-        step: What the user's function returned for it.
+        step: Result of the user's function for this candidate.
         candidate: The candidate.
         defaults: Arguments of `plan` that those of the user override.
         overrides: Arguments of `plan` that override those of the user.

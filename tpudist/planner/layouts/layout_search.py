@@ -103,9 +103,9 @@ def search(
             a strategy on `candidate.devices` with `candidate.replica_axes`, and a function and
             arguments (shapes, as from `create_abstract`) that follow `candidate.remat` and
             `candidate.microbatches`. A fourth element may be a dict of more arguments of
-            `Strategy.plan`; they override those below. For a step of plain JAX, the strategy is
-            None, and the dict has arguments of `planner.plan`; for specs in `in_shardings`, the
-            mesh is `candidate.mesh_axes` by default.
+            `Strategy.plan`; they override those below. For a step of plain JAX, return
+            None in place of the strategy, and arguments of `planner.plan` in the dict. Specs in
+            `in_shardings` name axes of `candidate.mesh_axes`, unless you pass `mesh`.
         topology: Name of the slice, such as "v5e-256"; None for the devices of this process.
         geometries: Sets of axes inside a replica to try, such as `[{"fsdp": 8}, {}]`. By default
             replicas of all powers of two, split by "fsdp" and into at most 8 parts by "tensor".

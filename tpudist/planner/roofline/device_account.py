@@ -135,7 +135,7 @@ class DeviceAccount:
         self.cost.compute_s += rates.loop_seconds(*units, moves=moves, uses_hbm=num_bytes > 0)
 
     def extend(self, before_s: float, cycles: float) -> None:
-        """Lets the operation that began after `before_s` of computing take at least `cycles`."""
+        """Makes the operation that began at `before_s` of computing last at least `cycles`."""
         least_s = before_s + cycles / self.network.chip.cycles_per_s
         self.cost.compute_s = max(self.cost.compute_s, least_s)
 

@@ -28,7 +28,7 @@ def plan_options(candidate: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     if "topology" in options:
         raise ValueError(
             f"The function of a search returned topology={options['topology']!r}. Omit it there: "
-            "the slice is that of the candidate."
+            "the candidate decides the slice."
         )
     specs = jax.tree.leaves(options.get("in_shardings"), is_leaf=_is_spec)
     mesh = {"mesh": candidate.mesh_axes} if any(map(_is_spec, specs)) else {}

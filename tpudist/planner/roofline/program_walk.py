@@ -78,7 +78,7 @@ class Walk(ProductRules):
         return self._unknown(operation)
 
     scales: dict[Shape, float] | None = None
-    """In a `shard_map`: by shape, the number of elements of an array per element of the trace."""
+    """Elements of an array per element of the trace, by shape; only in a `shard_map`."""
 
     def _inner(self, operation: Operation, which: int, depth: int) -> "Walk":
         body = Walk(operation.bodies[which], self.network, self.traced, self.lazy, depth)
