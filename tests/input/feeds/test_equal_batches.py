@@ -121,7 +121,8 @@ def test_messages_of_a_round_grow_with_the_processes():
     sizes = (16, 64, 256)
     counts = [requests_of_rounds(n, 2) for n in sizes]
     assert exponent(sizes, [x.requests for x in counts]) < 1.05
-    assert exponent(sizes, [x.characters for x in counts]) < 1.1
+    # The first process reads all texts about log4(n) times, depending on who arrives when.
+    assert exponent(sizes, [x.characters for x in counts]) < 1.3
 
 
 def fail_in_step(make, num_processes=3, **options):
