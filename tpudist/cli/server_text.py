@@ -57,7 +57,7 @@ def _facts(server: ServerPlan, plan: Plan) -> Iterable[tuple[str, str]]:
     chip = device_noun(plan.num_chips, plan.num_devices)
     if report := plan.memory:
         of = f" of {format_bytes(report.capacity_bytes)}" if report.capacity_bytes else ""
-        yield MEMORY, f"{format_bytes(report.peak_bytes)}{of} per {chip} while decoding"
+        yield MEMORY, f"{format_bytes(report.reserved_bytes)}{of} per {chip} while decoding"
     if time := server.prefill.time:
         prompts = f"{plural(server.num_prompts, 'prompt')} of {server.prompt_length:,} tokens"
         yield "first token", f"{format_step(time)}, for {prompts}"

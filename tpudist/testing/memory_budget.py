@@ -61,7 +61,7 @@ def assert_fits(
     plan = _make_plan(strategy, step, args, kwargs, topology, options)
     if max_bytes is not None and plan.memory and plan.memory.program_bytes is None:
         # The size of the program is unknown. If it decides, the compiler must finish.
-        if _SURE_SHARE * max_bytes < _num_reserved_bytes(plan.memory) <= max_bytes:
+        if _SURE_SHARE * max_bytes < plan.memory.reserved_bytes <= max_bytes:
             plan = _make_plan(strategy, step, args, kwargs, topology, options | {"complete": True})
     label = f"{plan.name} on {plan.topology}"
     if not plan.fits:
@@ -72,15 +72,10 @@ def assert_fits(
             f"assert_fits: {label} has no limit, because the memory of these devices is unknown. "
             "Pass topology=, or max_bytes=."
         )
-    reserved = _num_reserved_bytes(memory)
+    reserved = memory.reserved_bytes
     if max_bytes is not None and reserved > max_bytes:
         raise AssertionError(_describe_excess(label, memory, reserved, max_bytes))
     return plan
-
-
-def _num_reserved_bytes(memory: MemoryReport) -> int:
-    # Not only the bytes in use at the peak: gaps and the program must fit, too.
-    return max(memory.allocated_bytes, memory.peak_bytes) + (memory.program_bytes or 0)
 
 
 def _make_plan(

@@ -58,7 +58,7 @@ def everywhere(plan, **run):
     "fact",
     [
         "train_step fits v5e-256",
-        "8.90 GiB of 15.75 GiB (57%) per chip",
+        "9.13 GiB of 15.75 GiB (58%) per chip",
         "10.4 s (9.31 to 12.2), 7.0% of it guessed, MFU 60.3%",
         "of its causes: matrix products -900 ms +1.10 s, overlap -420 ms +240 ms.",
         "301,893 tokens/s, 1,179 per chip",
@@ -128,7 +128,7 @@ def test_devices_without_known_rates_show_memory_but_no_time():
         plan, memory=dataclasses.replace(plan.memory, capacity_bytes=None), model_flops=None
     )
     text = shown(plan)
-    assert "8.90 GiB per chip" in text
+    assert "9.13 GiB per chip" in text
     assert "step time" not in text
     assert "%" not in text.partition("Memory")[2].partition("Largest")[0]
     as_html(plan)

@@ -85,7 +85,7 @@ def _sort_key(outcome: Outcome, by_tokens: bool) -> tuple[float, float]:
         return (0.0, 0.0)
     if outcome.plan.refusal is not None:
         return (float(outcome.plan.refusal.over_bytes), 0.0)
-    memory = float(outcome.plan.memory.peak_bytes) if outcome.plan.memory else math.inf
+    memory = float(outcome.plan.memory.reserved_bytes) if outcome.plan.memory else math.inf
     if by_tokens:
         return (-(outcome.plan.tokens_per_s or 0.0), memory)
     return (math.inf if outcome.step_s is None else outcome.step_s, memory)

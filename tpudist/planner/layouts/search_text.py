@@ -210,9 +210,9 @@ def _memory(outcome: Outcome) -> str:
     if report is None:
         return "-"
     if not report.capacity_bytes:
-        return format_bytes(report.peak_bytes)
-    share = format_share(report.peak_bytes / report.capacity_bytes)
-    return f"{format_bytes(report.peak_bytes)} ({share})"
+        return format_bytes(report.reserved_bytes)
+    share = format_share(report.reserved_bytes / report.capacity_bytes)
+    return f"{format_bytes(report.reserved_bytes)} ({share})"
 
 
 def _describe_too_large(outcome: Outcome, fitting: tuple[Outcome, ...]) -> str:

@@ -61,7 +61,7 @@ class Choice:
         if self.plan is None:
             return 0
         if self.plan.memory is not None:
-            return self.plan.memory.peak_bytes
+            return self.plan.memory.reserved_bytes
         return self.plan.refusal.needed_bytes if self.plan.refusal else 0
 
     @property

@@ -72,8 +72,8 @@ def _facts(
     elif report := plan.memory:
         of = ""
         if capacity := report.capacity_bytes:
-            of = f" of {format_bytes(capacity)} ({format_share(report.peak_bytes / capacity)})"
-        yield MEMORY, f"{format_bytes(report.peak_bytes)}{of} per {chip}"
+            of = f" of {format_bytes(capacity)} ({format_share(report.reserved_bytes / capacity)})"
+        yield MEMORY, f"{format_bytes(report.reserved_bytes)}{of} per {chip}"
     if plan.time:
         mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
         yield STEP_TIME, f"{format_step(plan.time)}{mfu}"

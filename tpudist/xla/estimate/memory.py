@@ -99,11 +99,14 @@ class MemoryReport:
     allocated_bytes: int = 0
 
     @property
+    def reserved_bytes(self) -> int:
+        """What must fit into the device: the values, gaps between them, and the machine code."""
+        return max(self.allocated_bytes, self.peak_bytes) + (self.program_bytes or 0)
+
+    @property
     def free_bytes(self) -> int | None:
-        """Capacity minus the memory and the code of the program; None if it is unknown."""
-        if self.capacity_bytes is None:
-            return None
-        return self.capacity_bytes - self.allocated_bytes - (self.program_bytes or 0)
+        """Capacity minus `reserved_bytes`; None if the capacity is unknown."""
+        return None if self.capacity_bytes is None else self.capacity_bytes - self.reserved_bytes
 
 
 def report(
