@@ -1,22 +1,49 @@
 """Programs written as text, for tests of what reads them."""
 
-from tpudist.xla.estimate import flops
+import numpy as np
+
+from tpudist.xla.estimate import flops, instruction_time, step_time, timeline
+from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
 
+V5E = chips.CHIPS["v5e"]
 
-def program(*lines, computations=""):
+
+def program(*lines, computations="", has_cycles=True):
     """A program with the instructions `lines`; the last is its result."""
     *most, last = lines
     body = "\n".join(f"  {line}" for line in [*most, f"ROOT {last}"])
     return hlo_module.parse(
         f"HloModule m, is_scheduled=true\n\n{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n"
-        f"{body}\n}}\n"
+        f"{body}\n}}\n",
+        has_cycles=has_cycles,
     )
 
 
 def last(module):
     """The instruction that computes the result of the program."""
     return module.entry.root
+
+
+class _Device:
+    coords = (0, 0, 0)
+
+
+class OneDevice:
+    """The parts of a mesh that are used, for one device."""
+
+    devices = np.array([_Device()], dtype=object)
+    axis_names = ("replica",)
+
+
+def estimate_step(module, chip=V5E):
+    """The time of a step on one device."""
+    return step_time.estimate(module, chip, timeline.simulate(module, OneDevice(), chip))
+
+
+def price_of_last(module, chip=V5E):
+    """The cost of the instruction that computes the result of the program."""
+    return instruction_time.Rates.of(chip).price(module, last(module))
 
 
 def kernel(name, *operands, results="bf16[2,8,2048,128]", config="{}"):

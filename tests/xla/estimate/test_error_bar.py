@@ -1,16 +1,14 @@
 import dataclasses
 import math
 
-import numpy as np
 import pytest
 
 import hlo_programs
+from hlo_programs import V5E, estimate_step
 from tpudist.planner.calibration import Calibration
 from tpudist.xla.estimate import error_bar, step_time, timeline
 from tpudist.xla.estimate.transfers import Transfer
-from tpudist.xla.hardware import chips
 
-V5E = chips.CHIPS["v5e"]
 MATRIX = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)}"
 VECTOR = "f32[64,128]{1,0:T(8,128)S(1)}"
 PRODUCT = (
@@ -21,35 +19,23 @@ NEGATION = f'%y = {VECTOR} negate(%x), backend_config={{"estimated_cycles":"3000
 QUERIES = "bf16[2,8,2048,128]"
 
 
-class _Device:
-    coords = (0, 0, 0)
-
-
-class _OneDevice:
-    """The parts of a mesh that are used, for one device."""
-
-    devices = np.array([_Device()], dtype=object)
-    axis_names = ("replica",)
-
-
-def _estimate(module, chip=V5E):
-    return step_time.estimate(module, chip, timeline.simulate(module, _OneDevice(), chip))
-
-
-def _program(*lines, name="jit(f)/dot_general"):
+def _program(*lines, name="jit(f)/dot_general", has_cycles=True):
     parameters = (f"%a = {MATRIX} parameter(0)", f"%b = {MATRIX} parameter(1)")
     return hlo_programs.program(
-        *parameters, f"%x = {VECTOR} parameter(2)", *(x.replace("NAME", name) for x in lines)
+        *parameters,
+        f"%x = {VECTOR} parameter(2)",
+        *(x.replace("NAME", name) for x in lines),
+        has_cycles=has_cycles,
     )
 
 
 def test_errors_of_one_cause_add_up_and_those_of_two_causes_do_not():
-    one = _estimate(_program(PRODUCT))
-    twice = _estimate(_program(PRODUCT.replace("%c =", "%d ="), PRODUCT))
+    one = estimate_step(_program(PRODUCT))
+    twice = estimate_step(_program(PRODUCT.replace("%c =", "%d ="), PRODUCT))
     assert one.high_s == pytest.approx(1.12 * one.step_s)
     assert one.low_s == pytest.approx(one.step_s / 1.12)
     assert twice.high_s == pytest.approx(1.12 * twice.step_s)
-    both = _estimate(_program(NEGATION, PRODUCT))
+    both = estimate_step(_program(NEGATION, PRODUCT))
     assert [cause.name for cause in both.causes] == ["matrix products", "other instructions"]
     products, others = both.causes
     assert products.high_s == pytest.approx(0.12 * one.step_s)
@@ -70,9 +56,9 @@ def test_programs_without_cycles_have_the_spread_of_their_rule_in_addition(
     count, name, spread, low, high
 ):
     lines = (f"{PRODUCT.replace('%c =', f'%c{i} =')}" for i in range(count))
-    module = dataclasses.replace(_program(*lines, name=f"jit(f)/{name}"), has_cycles=False)
+    module = _program(*lines, name=f"jit(f)/{name}", has_cycles=False)
     large = dataclasses.replace(V5E, bf16_flops_per_s=V5E.bf16_flops_per_s / 10)
-    step = _estimate(module, large)
+    step = estimate_step(module, large)
     assert (step.step_s >= 0.05) == (count > 1)
     own = error_bar.PRODUCTS if name == "dot_general" else error_bar.CONVOLUTIONS
     assert {cause.name for cause in step.causes} == {error_bar.NO_CYCLES, own}
@@ -84,21 +70,21 @@ def test_programs_without_cycles_have_the_spread_of_their_rule_in_addition(
 
 def test_a_convolution_has_twice_the_spread_of_a_product():
     """XLA writes both as convolutions; only the path of the operation tells them apart."""
-    step = _estimate(_program(PRODUCT, name="jit(f)/conv_general_dilated"))
+    step = estimate_step(_program(PRODUCT, name="jit(f)/conv_general_dilated"))
     assert [cause.name for cause in step.causes] == ["convolutions"]
     assert step.high_s == pytest.approx(1.24 * step.step_s)
 
 
 def test_a_kernel_that_cannot_be_read_may_take_twice_as_long():
     module, _ = hlo_programs.kernel("splash_mha_fwd", QUERIES, QUERIES, QUERIES)
-    step = _estimate(module)
+    step = estimate_step(module)
     assert [cause.name for cause in step.causes] == [error_bar.UNREAD]
     assert (step.low_s, step.high_s) == pytest.approx((step.step_s, 1.9 * step.step_s))
 
 
 def test_a_kernel_without_known_operations_is_guessed():
     module, _ = hlo_programs.kernel("mine", QUERIES)
-    step = _estimate(module)
+    step = estimate_step(module)
     assert step.guessed_s == step.kernels_s > 0
     assert [cause.name for cause in step.causes] == ["guessed instructions"]
     # Its bytes are a lower bound.
@@ -107,7 +93,7 @@ def test_a_kernel_without_known_operations_is_guessed():
 
 def test_no_step_is_faster_than_the_peak():
     line = PRODUCT.replace("1000000", "1")  # at the best measured rate, 95 % of the peak
-    step = _estimate(_program(line))
+    step = estimate_step(_program(line))
     assert (
         step.low_s == pytest.approx(step.peak_bound_s) == pytest.approx(0.949 * step.step_s, 1e-3)
     )
@@ -134,7 +120,7 @@ def test_a_measured_rate_halves_the_spread_of_its_cause(field, line, name):
     module = _program("%w = f32[2048,1024]{1,0} parameter(3)", *lines)
     widths = []
     for one in (V5E, chip):
-        step = _estimate(module, one)
+        step = estimate_step(module, one)
         (cause,) = (cause for cause in step.causes if cause.name == name)
         widths.append(math.log1p(cause.high_s / step.step_s))
     assert widths[1] == pytest.approx(widths[0] / 2)
@@ -225,7 +211,7 @@ def test_a_product_bound_by_memory_is_not_faster_than_its_bytes():
         f"%w = {weights} parameter(3)",
         f"%f = {MATRIX.replace('1024,1024', '8,1024')} parameter(4)",
     )
-    step = _estimate(_program(*parameters, line.replace("1000000", "22000")))
+    step = estimate_step(_program(*parameters, line.replace("1000000", "22000")))
     assert [cause.name for cause in step.causes] == [error_bar.READS]
     assert step.low_s == pytest.approx(step.memory_bound_s)
     assert step.low_s > step.step_s / 1.24

@@ -1,13 +1,11 @@
 """A loop that copies a cache which it only updates is found, with its bytes and seconds."""
 
-import numpy as np
 import pytest
 
 import hlo_programs
+from hlo_programs import V5E
 from tpudist.xla.estimate import instruction_time, loop_copies, timeline
-from tpudist.xla.hardware import chips
 
-V5E = chips.CHIPS["v5e"]
 CACHE, LAYER, NEW = (
     f"bf16[{dims}]{{2,1,0:T(8,128)}}" for dims in ("8,4096,128", "1,4096,128", "1,8,128")
 )
@@ -68,16 +66,9 @@ def _find(body, outside="%after = f32[] constant(0)"):
 }}
 """,
     )
-    return loop_copies.find(module, timeline.simulate(module, _OneDevice(), V5E), ["model.cache"])
-
-
-class _Device:
-    coords = (0, 0, 0)
-
-
-class _OneDevice:
-    devices = np.array([_Device()], dtype=object)
-    axis_names = ("replica",)
+    return loop_copies.find(
+        module, timeline.simulate(module, hlo_programs.OneDevice(), V5E), ["model.cache"]
+    )
 
 
 def _seconds(num_bytes):

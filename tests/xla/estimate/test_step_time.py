@@ -2,25 +2,18 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 
 import hlo_programs
+from hlo_programs import V5E, estimate_step, price_of_last
 from tpudist.xla import topology
-from tpudist.xla.estimate import (
-    hbm_traffic,
-    instruction_time,
-    microbenchmarks,
-    step_time,
-    timeline,
-    vector_work,
-)
+from tpudist.xla.estimate import hbm_traffic, instruction_time, microbenchmarks, vector_work
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import hlo_module
 from tpudist.xla.hlo.choices import Choices
 
-V5E, V6E = chips.CHIPS["v5e"], chips.CHIPS["v6e"]
+RATES, V6E = instruction_time.Rates.of(V5E), chips.CHIPS["v6e"]
 Q = "bf16[2,8,2048,128]"
 PRODUCT = 2 * 2 * 8 * 2048 * 2048 * 128
 
@@ -146,25 +139,6 @@ def test_only_the_bytes_that_move_count(inside, line, num_bytes):
 # Times of instructions.
 
 
-class _Device:
-    coords = (0, 0, 0)
-
-
-class _OneDevice:
-    """The parts of a mesh that are used, for one device."""
-
-    devices = np.array([_Device()], dtype=object)
-    axis_names = ("replica",)
-
-
-def _one(_):
-    return _OneDevice()
-
-
-def _estimate(module, mesh, chip):
-    return step_time.estimate(module, chip, timeline.simulate(module, mesh, chip))
-
-
 @pytest.mark.parametrize("generation", sorted(chips.CHIPS))
 def test_the_estimates_match_the_published_microbenchmarks_on_average(generation):
     """Single measurements differ by up to a quarter, so the test compares the mean."""
@@ -197,7 +171,7 @@ def test_a_copy_for_the_next_step_counts_once():
     result = f"%x = {VMEM_BIG} negate(%y)"
     for count in (1, 2):  # without the end of the step, and with it
         module = hlo_programs.program(*lines[: 2 + 2 * count], result)
-        assert _estimate(module, _one("v5e"), V5E).hbm_bytes == ALL
+        assert estimate_step(module).hbm_bytes == ALL
 
 
 def _matmul_line(cycles):
@@ -209,22 +183,21 @@ def _matmul_line(cycles):
 
 def test_no_instruction_is_faster_than_the_measured_rates():
     operand = "bf16[1024,1024]{1,0:T(8,128)(2,1)S(1)} parameter"
-    rates = instruction_time.Rates.of(V5E)
     for cycles, seconds in (
-        (10, 2 * 1024**3 / rates.flops_per_s()),
-        (20_000, 20_000 / rates.matmul_cycles_per_s),
+        (10, 2 * 1024**3 / RATES.flops_per_s()),
+        (20_000, 20_000 / RATES.matmul_cycles_per_s),
     ):
         module = hlo_programs.program(
             f"%a = {operand}(0)", f"%b = {operand}(1)", _matmul_line(cycles)
         )
-        price = rates.price(module, hlo_programs.last(module))
+        price = price_of_last(module)
         assert (price.kind, price.hbm_bytes) == ("matmul", 0)
         assert price.seconds == pytest.approx(seconds)
         assert price.peak_s == pytest.approx(2 * 1024**3 / V5E.bf16_flops_per_s)
     module = hlo_programs.program(f"%a = {BIG} parameter(0)", f"%x = {BIG} add(%a, %a)")
-    price = rates.price(module, hlo_programs.last(module))
+    price = price_of_last(module)
     waits_s = 2 * instruction_time.COPYING_STEP_S
-    assert price.seconds == pytest.approx(3 * ALL / rates.hbm_bytes_per_s + waits_s, rel=1e-3)
+    assert price.seconds == pytest.approx(3 * ALL / RATES.hbm_bytes_per_s + waits_s, rel=1e-3)
 
 
 def test_cycles_of_a_product_bound_by_memory_have_their_own_rate():
@@ -236,10 +209,9 @@ def test_cycles_of_a_product_bound_by_memory_have_their_own_rate():
         f"%c = {few} convolution(%a, %b), dim_labels=bf_io->bf, "
         'backend_config={"estimated_cycles":"90000"}',
     )
-    rates = instruction_time.Rates.of(V5E)
-    price = rates.price(module, hlo_programs.last(module))
-    assert price.seconds == pytest.approx(9e4 / rates.read_cycles_per_s)
-    assert price.hbm_bytes / rates.hbm_bytes_per_s < price.seconds < 9e4 / rates.matmul_cycles_per_s
+    price = price_of_last(module)
+    assert price.seconds == pytest.approx(9e4 / RATES.read_cycles_per_s)
+    assert price.hbm_bytes / RATES.hbm_bytes_per_s < price.seconds < 9e4 / RATES.matmul_cycles_per_s
 
 
 @pytest.mark.parametrize(("memory", "most_s"), [("", 6.34e-6), ("S(1)", 2.3e-6)])
@@ -251,7 +223,7 @@ def test_cycles_of_a_short_product_do_not_exceed_its_bytes(memory, most_s):
         f"%c = bf16[1024,1024]{layout} convolution(%a, %b), dim_labels=bf_io->bf, "
         'backend_config={"estimated_cycles":"18963"}',
     )
-    price = instruction_time.Rates.of(V5E).price(module, hlo_programs.last(module))
+    price = price_of_last(module)
     assert price.seconds == pytest.approx(most_s, rel=0.01)
 
 
@@ -271,10 +243,9 @@ def test_cycles_of_a_simple_operation_do_not_exceed_its_bytes(operation, is_boun
         f"%x = {VMEM_BIG if '%v' in operation else large} {operation}, "
         'backend_config={"estimated_cycles":"9000000"}',
     )
-    rates = instruction_time.Rates.of(V5E)
-    price = rates.price(module, hlo_programs.last(module))
-    by_cycles_s = 9e6 / rates.other_cycles_per_s
-    by_bytes_s = price.hbm_bytes / rates.hbm_bytes_per_s
+    price = price_of_last(module)
+    by_cycles_s = 9e6 / RATES.other_cycles_per_s
+    by_bytes_s = price.hbm_bytes / RATES.hbm_bytes_per_s
     if is_bounded:
         assert by_bytes_s < price.seconds < 1.05 * by_bytes_s + 1e-6 < by_cycles_s
     else:
@@ -299,7 +270,7 @@ def test_narrow_numbers_have_a_peak_of_their_own(generation, dtypes, peak):
         f"%b = {dtypes[1]}{layout} parameter(1)",
         f"%c = f32{layout} convolution(%a, %b), dim_labels=bf_io->bf",
     )
-    price = instruction_time.Rates.of(chip).price(module, hlo_programs.last(module))
+    price = price_of_last(module, chip)
     assert price.peak_s == pytest.approx(2 * 1024**3 / peak)
     assert price.peak_s <= price.seconds
 
@@ -316,11 +287,10 @@ def test_a_step_is_the_sum_of_its_parts():
         "%gone = bf16[1024,1024]{1,0:S(5)} copy-done(%off)",
         _matmul_line(20_000),
     )
-    estimate = _estimate(module, _one("v5e"), V5E)
-    rates = instruction_time.Rates.of(V5E)
+    estimate = estimate_step(module)
     host_s = 2 * 1024**2 / V5E.host_bytes_per_s
-    compute_s = 20_000 / rates.matmul_cycles_per_s
-    compute_s += rates.price(module, module.entry.instructions["y"]).seconds
+    compute_s = 20_000 / RATES.matmul_cycles_per_s
+    compute_s += RATES.price(module, module.entry.instructions["y"]).seconds
     assert estimate.compute_s == pytest.approx(compute_s)
     assert estimate.host_s == estimate.exposed_host_s == pytest.approx(host_s)
     assert estimate.step_s == pytest.approx(compute_s + host_s)
@@ -340,11 +310,10 @@ def test_a_transposed_copy_takes_its_bytes_or_the_bundles_that_move_them(dims, c
     module = hlo_programs.program(
         f"%a = f32[{dims}]{{0,1:T(8,128)}} parameter(0)",
         f"%c = f32[{dims}]{{1,0:T(8,128)S(1)}} copy(%a)",
+        has_cycles=False,
     )
-    module = dataclasses.replace(module, has_cycles=False)
-    rates = instruction_time.Rates.of(V5E)
-    price = rates.price(module, hlo_programs.last(module))
-    seconds = cycles / V5E.cycles_per_s or price.hbm_bytes / rates.hbm_bytes_per_s
+    price = price_of_last(module)
+    seconds = cycles / V5E.cycles_per_s or price.hbm_bytes / RATES.hbm_bytes_per_s
     assert price.seconds == pytest.approx(seconds + 2 * instruction_time.COPYING_STEP_S, rel=0.01)
 
 
@@ -366,7 +335,7 @@ def test_a_window_takes_its_operations_on_the_vector_units():
         'backend_config={"estimated_cycles":"2866"}',
         computations=add,
     )
-    price = instruction_time.Rates.of(V5E).price(module, hlo_programs.last(module))
+    price = price_of_last(module)
     least_s = 2048 * 16 * 128 * 128 / (4 * 1024) / V5E.cycles_per_s
     assert least_s < price.seconds < 2 * least_s
 
@@ -387,7 +356,7 @@ backend_config={"estimated_cycles":"CYCLES"}
         + branch.replace("BRANCH", "dear").replace("CYCLES", "9000000"),
     )
     module = dataclasses.replace(module, choices=Choices(**choices))
-    return _estimate(module, _one("v5e"), V5E)
+    return estimate_step(module)
 
 
 def test_branches_cost_their_shares_of_the_runs():
@@ -405,7 +374,7 @@ def test_a_conditional_costs_its_most_expensive_branch():
     assert (guess.what, guess.branches[1]) == ("conditional", estimate.step_s)
     assert guess.seconds == pytest.approx(estimate.step_s - guess.branches[0])
     assert estimate.low_s < guess.branches[0] * 2
-    assert estimate.step_s == pytest.approx(9e6 / instruction_time.Rates.of(V5E).other_cycles_per_s)
+    assert estimate.step_s == pytest.approx(9e6 / RATES.other_cycles_per_s)
 
 
 def _compiled(name, function, *shapes):
@@ -424,7 +393,7 @@ def test_the_microbenchmark_cycles_match_this_compiler():
     assert microbenchmarks.COPY_CYCLES["v6e"] == _cycles(copy)
     read = _compiled("v6e:1x1", jnp.matmul, (8, 8192), (8192, 65536))
     assert microbenchmarks.READ_CYCLES["v6e"] == pytest.approx(_cycles(read), rel=0.01)
-    estimate = _estimate(product, _one("v6e"), V6E)
+    estimate = estimate_step(product, V6E)
     assert estimate.flops == 2 * 8192**3
     assert 0.79 * V6E.bf16_flops_per_s < estimate.flops / estimate.step_s
     assert estimate.flops / estimate.step_s < 0.91 * V6E.bf16_flops_per_s
@@ -446,7 +415,7 @@ def test_a_scanned_step_counts_the_operations_of_all_layers_on_a_tpu():
 
     module = _compiled("v5e:1x1", step, (layers, width, width), (rows, width))
     assert module.unknown_trip_counts == ()
-    estimate = _estimate(module, _one("v5e"), V5E)
+    estimate = estimate_step(module)
     assert estimate.flops == layers * 4 * 2 * rows * width * width
     assert estimate.step_s >= estimate.flops / V5E.bf16_flops_per_s
     assert all(op.seconds > 0 for op in estimate.top)
@@ -463,12 +432,10 @@ def test_a_narrow_head_fills_half_of_a_wide_matrix_unit():
 
 
 def test_a_kernel_of_unknown_cost_is_reported():
-    (module, kernel), mesh = hlo_programs.kernel("mine", Q), _one("v5e")
-    estimate = _estimate(module, mesh, V5E)
+    module, kernel = hlo_programs.kernel("mine", Q)
+    estimate = estimate_step(module)
     assert estimate.unknown_kernels == (kernel.name,)
-    assert estimate.kernels_s == pytest.approx(
-        2**24 / instruction_time.Rates.of(V5E).hbm_bytes_per_s
-    )
+    assert estimate.kernels_s == pytest.approx(2**24 / RATES.hbm_bytes_per_s)
 
 
 def test_instructions_of_one_line_are_one_operation():
@@ -481,7 +448,7 @@ def test_instructions_of_one_line_are_one_operation():
             for i in range(33)
         ),
     )
-    top = _estimate(module, _one("v5e"), V5E).top
+    top = estimate_step(module).top
     assert [op.source for op in top] == ["/a/model.py:7"] + [
         f"/a/model.py:{i}" for i in (30, 31, 32)
     ]
@@ -511,12 +478,11 @@ def test_a_convolution_without_cycles_adds_what_a_read_adds(features):
         f"%b = bf16[4096,{features}]{{1,0:T(8,128)(2,1)}} parameter(1)",
         f"%c = bf16[32768,{features}]{{1,0:T(8,128)(2,1)}} convolution(%a, %b), "
         'dim_labels=bf_io->bf, metadata={op_name="jit(f)/conv_general_dilated"}',
+        has_cycles=False,
     )
-    module = dataclasses.replace(module, has_cycles=False)
-    rates = instruction_time.Rates.of(V5E)
-    price = rates.price(module, hlo_programs.last(module))
-    products_s = price.flops / rates.flops_per_s() / min(1, features / 128)
-    seconds = max(products_s, price.hbm_bytes / rates.hbm_bytes_per_s)
+    price = price_of_last(module)
+    products_s = price.flops / RATES.flops_per_s() / min(1, features / 128)
+    seconds = max(products_s, price.hbm_bytes / RATES.hbm_bytes_per_s)
     assert price.seconds == pytest.approx(seconds + 1.4e-3 * seconds**0.5)
 
 
@@ -524,8 +490,8 @@ def test_a_copy_without_cycles_takes_its_bytes_and_the_latency_of_the_memory():
     """The rate of the memory was measured with such a copy (v6e, 32 MiB in 49.4 us)."""
     array = "bf16[4096,4096]{1,0:T(8,128)(2,1)}"
     lines = f"%a = {array} parameter(0)", f"%b = {array} copy(%a)"
-    module = dataclasses.replace(hlo_programs.program(*lines), has_cycles=False)
-    estimate = _estimate(module, _one("v6e"), chips.CHIPS["v6e"])
+    module = hlo_programs.program(*lines, has_cycles=False)
+    estimate = estimate_step(module, V6E)
     assert estimate.step_s == pytest.approx(49.4e-6, rel=0.03)
     assert [cause.name for cause in estimate.causes] == ["memory bandwidth"]
 
@@ -546,10 +512,9 @@ def test_a_comparison_of_all_pairs_takes_the_operations_of_the_vector_units(has_
         f"%b = pred[65536]{{0:T(1024)}} fusion(%a), {FUSED}"
         + ', backend_config={"estimated_cycles":"9"}' * has_cycles,
     )
-    module = hlo_programs.program(*lines, computations=inside)
-    chip = chips.CHIPS["v5e"]
-    estimate = _estimate(dataclasses.replace(module, has_cycles=has_cycles), _one("v5e"), chip)
-    compares_s = 2 * 65536 * 1024 / (4 * 1024 * chip.cycles_per_s)
+    module = hlo_programs.program(*lines, computations=inside, has_cycles=has_cycles)
+    estimate = estimate_step(module)
+    compares_s = 2 * 65536 * 1024 / (4 * 1024 * V5E.cycles_per_s)
     assert compares_s <= estimate.step_s < 1.05 * compares_s
 
 
@@ -609,9 +574,9 @@ def test_an_instruction_in_vmem_takes_the_time_of_its_machine_program(
         f"%x = {result} {operation}"
         + ', backend_config={"estimated_cycles":"200000"}' * has_cycles,
         computations=VMEM_LOOP,
+        has_cycles=has_cycles,
     )
-    module = dataclasses.replace(module, has_cycles=has_cycles)
-    seconds = instruction_time.Rates.of(V5E).price(module, hlo_programs.last(module)).seconds
+    seconds = price_of_last(module).seconds
     assert 0.5 < seconds * 1e6 / machine_us < 2.2
 
 
@@ -624,7 +589,6 @@ def test_a_precise_product_of_float32_takes_several_passes(dtype, precision, pas
     asked = f"dim_labels=bf_io->bf, operand_precision={{{precision},{precision}}}"
     lines = f"%a = {array} parameter(0)", f"%b = {array} convolution(%a, %a), {asked}"
     module = hlo_programs.program(*lines)
-    rates = instruction_time.Rates.of(chips.CHIPS["v5e"])
-    price = rates.price(module, hlo_programs.last(module))
-    assert price.seconds == pytest.approx(passes * 2 * 4096**3 / rates.flops_per_s())
+    price = price_of_last(module)
+    assert price.seconds == pytest.approx(passes * 2 * 4096**3 / RATES.flops_per_s())
     assert price.flops == 2 * 4096**3
