@@ -18,11 +18,6 @@ TX = optax.adam(0.1)
 X = jax.ShapeDtypeStruct((64, 16), jnp.float32)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def data_mesh():
     return Mesh(np.array(jax.devices()), ("data",))
 

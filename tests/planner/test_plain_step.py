@@ -23,11 +23,6 @@ TX = optax.adam(0.1)
 X = jax.ShapeDtypeStruct((64, 16), jnp.float32)
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def data_mesh(devices=None):
     return Mesh(np.array(jax.devices() if devices is None else devices), ("data",))
 

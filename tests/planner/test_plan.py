@@ -41,11 +41,6 @@ from tpudist.xla.hardware import chips
 WIDTH, ROWS = 32, 64
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture(scope="module")
 def tpu_cache(tmp_path_factory):
     """Returns a cache for the module, so each program is compiled for TPUs only once."""

@@ -23,11 +23,6 @@ from tpudist.xla import compile_log, topology
 PROGRAM = PROGRAMS / "plan_program.py"
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def strategy():
     return tpudist.TPUStrategy(replica_axes={"fsdp": 2})
 

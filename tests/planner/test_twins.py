@@ -30,11 +30,6 @@ DONATED = tpudist.RunOptions(donate_argnums=(0, 1))
 ROWS = (None, None, P("data"), P("data"))
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def mean_loss(logits, labels):
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
