@@ -341,15 +341,6 @@ def test_a_step_that_does_not_fit_reports_the_reason_with_exit_code_1(capsys):
     assert not Path("program").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.libtpu
-def test_plan_saves_a_program_for_the_slice(capsys):
-    assert plan("--save", "program") == 0
-    assert "Wrote program" in capsys.readouterr().err
-    assert Path("program").stat().st_mode & 0o777 == 0o700
-    assert any(Path("program").iterdir())
-
-
 @pytest.mark.libtpu
 def test_rates_that_a_user_keeps_are_used_by_later_plans(capsys, tmp_path):
     rates = {"generation": "v5e", "matmul_flops_per_s": 98.5e12}
@@ -469,7 +460,7 @@ def test_a_closed_pipe_does_not_prevent_the_files_and_the_exit_code(
     assert plan(*options, step=f"{STEPS}:{step}") == code
     closed.file.close()  # as at Python's exit: no data remains to be flushed
     assert written <= set(os.listdir())
-    assert "Wrote " in capsys.readouterr().err
+    assert written <= set(re.split("[ ,\n]+", capsys.readouterr().err.partition("Wrote ")[2]))
 
 
 def test_a_list_piped_to_head_exits_without_an_error(monkeypatch):
@@ -663,26 +654,13 @@ def test_the_module_is_runnable_and_leaves_jax_on_the_cpu(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     environment |= {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-W", "error", "-m", "tpudist"]
-    done = subprocess.run(
-        [*command, "plan", f"{STEPS}:make_step", "--topology", "v5e-4", "--json", "-"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    how = {"env": environment, "cwd": tmp_path, "capture_output": True, "text": True}
+    words = ["plan", f"{STEPS}:make_step", "--topology", "v5e-4", "--json", "-"]
+    done = subprocess.run([*command, *words], check=False, **how)
+    assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["fits"]
     shell = f"{shlex.join(command)} topologies --sources | head -1; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", shell],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = subprocess.run(["bash", "-c", shell], check=False, **how)
     assert (done.returncode, done.stderr) == (0, "")
 
 

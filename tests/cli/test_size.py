@@ -10,6 +10,7 @@ import plans
 from tpudist import cli, planner
 from tpudist.planner.layouts.size_questions import Choice, Sizer, Sizing, pareto_front
 from tpudist.planner.roofline.step_estimate import StepEstimate
+from tpudist.xla.hardware import slices
 
 RUN = ("--tokens", "1e9", "--days", "1")
 TINY = ("--remat", "none", "--compiles", "0", "--json", "-")
@@ -116,14 +117,15 @@ def test_your_own_step_must_follow_the_batch_of_its_candidate(
     assert message in " ".join((printed.out + printed.err).split())
 
 
+def choice(topology, step_s=1.0, *, batch=8, share_of_memory=0.5):
+    estimate = StepEstimate(step_s, share_of_memory * 2**30, 2**30, step_s, 0.0, 0.0, 0.0)
+    candidate = planner.Candidate(topology, {}, "none", 1, (), batch)
+    return Choice(candidate, slices.parse(topology).num_chips, 1024, estimate)
+
+
 def test_the_cheapest_run_is_compiled_until_no_estimate_is_cheaper(capsys, monkeypatch):
     """Otherwise a choice with an estimate far below its plan would be the answer."""
     seconds = {"v5e-4": (3.0, 3.0), "v5e-8": (1.0, 9.0), "v5e-16": (9.0, 9.0)}
-
-    def choice(topology, step_s):
-        estimate = StepEstimate(step_s, 1.0, 2.0, step_s, 0.0, 0.0, 0.0)
-        candidate = planner.Candidate(topology, {}, "none", 1, (), 8)
-        return Choice(candidate, int(topology[4:]), 1024, estimate)
 
     def compile_(self, estimated):
         # The time of the plan, as an estimate: `plan` has no other figure that matters here.
@@ -142,11 +144,7 @@ def test_the_cheapest_run_is_compiled_until_no_estimate_is_cheaper(capsys, monke
 
 
 def test_choices_that_were_not_compiled_are_not_said_to_need_too_much_memory(capsys, monkeypatch):
-    estimate = StepEstimate(1.0, 1.0, 2.0, 1.0, 0.0, 0.0, 0.0)
-    large, small = (
-        Choice(planner.Candidate("v5e-4", {}, "none", 1, (), batch), 4, batch, estimate)
-        for batch in (16, 8)
-    )
+    large, small = (choice("v5e-4", batch=batch) for batch in (16, 8))
     refused = dataclasses.replace(large, plan=plans.refused())
     for choices, message in (
         ((large, small), "None of the compiled choices fits, but 1 other may."),
@@ -162,20 +160,14 @@ def test_choices_that_were_not_compiled_are_not_said_to_need_too_much_memory(cap
 
 
 def test_the_front_has_the_choices_that_no_other_beats_in_time_and_cost():
-    def choice(topology, chips, step_s):
-        estimate = StepEstimate(step_s, 1.0, 2.0, step_s, 0.0, 0.0, 0.0)
-        return Choice(planner.Candidate(topology, {}, "none", 1), chips, 1024, estimate)
-
-    slow, fast = choice("v5e-4", 4, 8.0), choice("v5e-16", 16, 2.5)
-    beaten = choice("v5p-8", 4, 9.0)
+    slow, fast, beaten = choice("v5e-4", 8.0), choice("v5e-16", 2.5), choice("v5p-8", 9.0)
     assert pareto_front([slow, beaten, fast], 1e6, {}) == [fast, slow]
     assert pareto_front([slow, beaten, fast], 1e6, {"v5e": 2.0, "v5p": 0.5}) == [fast, slow, beaten]
 
 
 def test_the_largest_batch_that_is_estimated_to_fit_is_compiled_first(capsys, monkeypatch):
     def estimate(self, topology, batch):
-        found = StepEstimate(1.0, float(batch), 100.0, 1.0, 0.0, 0.0, 0.0)
-        return [Choice(planner.Candidate(topology, {}, "none", 1, (), batch), 8, batch, found)]
+        return [choice(topology, batch=batch, share_of_memory=batch / 100)]
 
     monkeypatch.setattr(Sizer, "_estimate", estimate)
     found = Sizer(lambda candidate: (), 1, max_compiles=0).largest_batch("v5e-8")
@@ -190,11 +182,7 @@ def test_the_largest_batch_that_is_estimated_to_fit_is_compiled_first(capsys, mo
 
 
 def test_a_batch_that_never_fills_the_memory_is_not_called_the_largest(capsys, monkeypatch):
-    def estimate(self, topology, batch):
-        found = StepEstimate(1.0, 1.0, 100.0, 1.0, 0.0, 0.0, 0.0)
-        return [Choice(planner.Candidate(topology, {}, "none", 1, (), batch), 8, batch, found)]
-
-    monkeypatch.setattr(Sizer, "_estimate", estimate)
+    monkeypatch.setattr(Sizer, "_estimate", lambda self, x, batch: [choice(x, batch=batch)])
     code, printed = size(capsys, "largest-batch", "--topologies", "v5e-8", "--compiles", "0")
     assert code == 0
     assert "is 786432 rows" in printed.out

@@ -113,28 +113,7 @@ def test_a_plan_reports_the_memory_and_collectives_of_the_compiled_step(make):
     assert (plan.time, plan.mfu, plan.tokens_per_s, plan.chip_hours(5)) == (None,) * 4
     assert plan.ici_bytes > 0
     assert plan.dcn_bytes == 0
-
-
-@pytest.mark.slow
-def test_a_plan_survives_json():
-    strategy = sharded()
-    plan = strategy.plan(make_step(), (*state_of(strategy), BATCH), tokens_per_step=ROWS)
     assert Plan.from_json(plan.to_json()) == plan
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("no", "it is not JSON"),
-        ("[]", "This JSON is not a Plan"),
-        ('{"kind": "Plan", "version": 0}', "version 0 of the format"),
-        ('{"kind": "Plan", "version": 1}', "not a complete Plan"),
-        ('{"kind": "Plan", "version": 1, "other": 1}', "Plan has no other"),
-    ],
-)
-def test_json_that_is_not_a_plan_is_rejected(text, message):
-    with pytest.raises(ValueError, match=message):
-        Plan.from_json(text)
 
 
 @pytest.mark.slow
@@ -379,18 +358,14 @@ def test_a_batch_of_one_replica_is_split_only_on_request(monkeypatch):
     assert split.model_flops == plan.model_flops / 4
 
 
-def test_a_global_batch_on_one_replica_is_a_plain_array():
-    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 8})
-    made = BATCH.on(strategy.replica_mesh)
-    assert made.shape == (ROWS, WIDTH)
-    assert made.sharding.spec == P(("fsdp",))
-    assert made == batches(strategy).element_spec
-
-
 def test_a_global_batch_matches_the_spec_of_a_distributed_dataset():
     strategy = sharded()
     made, spec = BATCH.on(strategy.replica_mesh), batches(strategy).element_spec
     assert (made.array, made.rows) == (spec.array, spec.rows)
+    strategy = tpudist.TPUStrategy(replica_axes={"fsdp": 8})  # one replica: a plain array
+    made = BATCH.on(strategy.replica_mesh)
+    assert (made.shape, made.sharding.spec) == ((ROWS, WIDTH), P(("fsdp",)))
+    assert made == batches(strategy).element_spec
 
 
 @pytest.mark.parametrize(
@@ -571,18 +546,14 @@ def test_rematerialization_does_not_add_model_flops(policy):
     assert _flops(again, *args) == _flops(fn, *args)
 
 
-def test_a_loop_of_unknown_length_adds_a_note():
-    def fn(a):
-        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, a)
+def test_a_loop_of_unknown_length_adds_a_note_if_it_has_flops():
+    def fn(body):
+        return lambda a: jax.lax.while_loop(lambda x: x.sum() < 9, body, a)
 
-    flops, (note,) = _flops(fn, jnp.ones((4, 4)))
+    flops, (note,) = _flops(fn(lambda x: x @ x), jnp.ones((4, 4)))
     assert flops == 2 * 4**3
     assert "while loop" in note
-
-
-def test_a_loop_of_unknown_length_without_flops_adds_no_note():
-    fn = lambda a: jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: x + x, a)  # noqa: E731
-    assert _flops(fn, jnp.ones((4, 4))) == (0, ())
+    assert _flops(fn(lambda x: x + x), jnp.ones((4, 4))) == (0, ())
 
 
 def test_products_with_different_constants_are_different():
@@ -730,12 +701,10 @@ def test_a_program_without_buffers_is_not_cached(monkeypatch):
 
 def test_a_cached_plan_with_moved_source_lines_adds_a_note():
     strategy = sharded()
-    plan = [
-        strategy.plan(lambda x: jnp.sin(x), (np.ones(8),)),
-        strategy.plan(lambda x: jnp.sin(x), (np.ones(8),)),
-    ]
-    assert plan[0].program == plan[1].program
-    assert "Source lines are from the time of that answer" in plan[1].notes[-1]
+    first = strategy.plan(lambda x: jnp.sin(x), (np.ones(8),))
+    moved = strategy.plan(lambda x: jnp.sin(x), (np.ones(8),))
+    assert first.program == moved.program
+    assert "Source lines are from the time of that answer" in moved.notes[-1]
 
 
 def test_cache_false_writes_nothing(tmp_path):
@@ -752,14 +721,8 @@ def test_cache_false_writes_nothing(tmp_path):
     [
         (lambda file: file.write_bytes(b"no"), "cannot be read"),
         (lambda file: file.write_bytes(file.read_bytes()[:-20]), "cannot be read"),
-        (
-            lambda file: _rewrite(file, lambda x: {**x, "entry": x["entry"] + " "}),
-            "differs from the written content",
-        ),
-        (
-            lambda file: _rewrite(file, lambda x: {**x, "key": "0"}),
-            "differs from the written content",
-        ),
+        (lambda file: _rewrite(file, entry="{}"), "differs from the written content"),
+        (lambda file: _rewrite(file, key="0"), "differs from the written content"),
         (lambda file: file.chmod(0o666), "other users may write to it"),
         (lambda file: file.parent.chmod(0o777), "other users may write to it"),
     ],
@@ -777,9 +740,9 @@ def test_a_cached_plan_that_cannot_be_trusted_is_compiled_again(
     assert complaint in caplog.text
 
 
-def _rewrite(file, change):
-    changed = change(json.loads(gzip.decompress(file.read_bytes())))
-    file.write_bytes(gzip.compress(json.dumps(changed).encode()))
+def _rewrite(file, **changes):
+    content = json.loads(gzip.decompress(file.read_bytes()))
+    file.write_bytes(gzip.compress(json.dumps(content | changes).encode()))
 
 
 def test_the_oldest_cached_plans_are_deleted(tmp_path, monkeypatch):

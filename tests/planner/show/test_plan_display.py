@@ -19,7 +19,7 @@ from rich.console import Console
 
 import plans
 from tpudist.planner.plan_record import Plan
-from tpudist.planner.show import advice, chart, formats, html, memory_text, progress, speed_text
+from tpudist.planner.show import advice, chart, formats, html, memory_text, speed_text
 from tpudist.planner.show.plan_text import describe_plan
 from tpudist.planner.show.terminal import TerminalReport
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
@@ -414,12 +414,6 @@ def test_a_notebook_shows_progress_while_planning_runs(tmp_path, monkeypatch):
     assert lines == ["planning", "planning: lowering", "planning: compiling, 12.3 s", ""]
 
 
-def test_progress_without_a_terminal_prints_nothing(capfd):
-    with progress.show_progress(None) as tell:
-        tell("compiling", 1.0)
-    assert capfd.readouterr() == ("", "")
-
-
 # Value semantics.
 
 
@@ -467,6 +461,21 @@ def test_json_that_is_not_a_plan_is_rejected(change):
     fields = json.loads(plans.fitting().to_json()) | change
     with pytest.raises(ValueError, match="is not a (complete )?Plan"):
         Plan.from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no", "it is not JSON"),
+        ("[]", "This JSON is not a Plan"),
+        ('{"kind": "Plan", "version": 0}', "version 0 of the format"),
+        ('{"kind": "Plan", "version": 1}', "not a complete Plan"),
+        ('{"kind": "Plan", "version": 1, "other": 1}', "Plan has no other"),
+    ],
+)
+def test_text_that_is_not_a_plan_is_rejected(text, message):
+    with pytest.raises(ValueError, match=message):
+        Plan.from_json(text)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])
