@@ -32,7 +32,7 @@ class Entry:
 
     Attributes:
         program: Compiled program; None if it does not fit.
-        refusal: Complete message for a program that does not fit.
+        refusal: Complete message for a program that does not fit; None if it fits.
         seconds: Seconds that the compiler took.
         lines: Hash of the lowered program with its source lines, which the key excludes.
     """
@@ -44,7 +44,7 @@ class Entry:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the compiler did not stop before the machine code."""
+        """Whether the program has machine code, or was refused."""
         return self.program is None or self.program.memory.generated_code_bytes is not None
 
 

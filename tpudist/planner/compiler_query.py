@@ -16,7 +16,6 @@ from tpudist.xla.compiler.compiler_process import HbmExceeded
 from tpudist.xla.devices import coords_of, slice_index
 from tpudist.xla.hardware import chips
 from tpudist.xla.hlo import liveness
-from tpudist.xla.hlo.compiled_program import CompiledProgram
 from tpudist.xla.versions import users_libtpu, version_of
 
 # Largest share of a device's memory in use for which a plan without machine code is enough: code
@@ -24,25 +23,17 @@ from tpudist.xla.versions import users_libtpu, version_of
 _MAX_SHARE_WITHOUT_CODE = 0.95
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """Answer of the compiler.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer(Entry):
+    """Answer of the compiler, new or from the cache.
 
     Attributes:
-        program: Compiled program; None if it does not fit.
-        refusal: Complete message of a compiler that refuses the program; None if it fits.
-        seconds: Seconds that the compiler took.
-        is_complete: Whether the program has machine code, or was refused.
         key: Hash of the program and of everything that it was compiled for and with.
         is_cached: Whether the answer is from the cache.
         lines_moved: Whether the source lines of a cached answer have changed since.
         compiled: Executable, if it was requested and the program fits.
     """
 
-    program: CompiledProgram | None
-    refusal: str | None
-    seconds: float
-    is_complete: bool
     key: str
     is_cached: bool
     lines_moved: bool
@@ -145,16 +136,7 @@ def ask_compiler(
         report("compiling the executable", 0.0)
         compiled = executables.compile_uncached(lowered, mesh, compiler_options)
     moved = is_cached and entry.lines != lines_hash
-    return Answer(
-        entry.program,
-        entry.refusal,
-        entry.seconds,
-        is_complete=entry.is_complete,
-        key=key,
-        is_cached=is_cached,
-        lines_moved=moved,
-        compiled=compiled,
-    )
+    return Answer(**vars(entry), key=key, is_cached=is_cached, lines_moved=moved, compiled=compiled)
 
 
 def _is_nearly_full(entry: Entry, mesh: jax.sharding.Mesh) -> bool:

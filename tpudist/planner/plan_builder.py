@@ -80,14 +80,6 @@ class LoweredStep:
     closed: jaxprs.ClosedJaxpr | None
     compiler_options: dict[str, Any]
 
-    def source_on(
-        self, mesh: jax.sharding.Mesh, compiled: jax.stages.Compiled | None
-    ) -> saved_plan.ProgramSource:
-        """Returns what `Plan.save` needs of this step."""
-        return saved_plan.ProgramSource(
-            self.name, self.lowered, mesh, self.compiler_options, compiled
-        )
-
 
 def plan(
     twin: StrategyBase,
@@ -178,7 +170,9 @@ def plan_lowered(
         versions=compiler_query.versions(),
         program=answer.key,  # candidates of a search with equal keys have the same program
         notes=notes,
-        _source=step.source_on(mesh, answer.compiled),
+        _source=saved_plan.ProgramSource(
+            step.name, step.lowered, mesh, step.compiler_options, answer.compiled
+        ),
     )
     return plan if request.model_flops is not None else _without_removed_products(plan)
 

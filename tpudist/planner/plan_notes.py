@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from tpudist.display.text_tables import format_source
 from tpudist.planner import compiler_query
 from tpudist.planner.calibration import Calibration
+from tpudist.planner.show.formats import format_bytes, list_first
 from tpudist.xla.estimate import collective_traffic, loop_copies, timeline
-from tpudist.xla.estimate.sizes import format_bytes
 from tpudist.xla.estimate.step_time import TimeEstimate
 from tpudist.xla.hlo import hlo_module
 
-_MAX_NAMES = 3  # of loops and kernels in a note
 _MIN_SHARE_OF_COPIES = 0.02  # of a step, that are worth a note
 _MIN_SHARE_OF_EXCHANGES = 0.2
 # Advice on values that a loop copies.
@@ -39,20 +38,15 @@ def on_unknowns(module: hlo_module.Module, time: TimeEstimate | None) -> list[st
     if module.unknown_trip_counts:
         notes.append(
             "The program does not contain the number of iterations of these loops, so each counts "
-            f"once: {_list_first(module.unknown_trip_counts)}."
+            f"once: {list_first(module.unknown_trip_counts)}."
         )
     if time and time.unknown_kernels:
         notes.append(
             "The number of operations of these kernels is unknown, so only their bytes count: "
-            f"{_list_first(time.unknown_kernels)}. To declare it, pass a cost_estimate to "
+            f"{list_first(time.unknown_kernels)}. To declare it, pass a cost_estimate to "
             "pl.pallas_call."
         )
     return notes
-
-
-def _list_first(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def on_copies(
@@ -66,7 +60,7 @@ def on_copies(
         return []
     return [
         f"A loop copies {format_bytes(copy.num_bytes)} per step of "
-        f"{_list_first(copy.names) or 'a value'}, which it only updates"
+        f"{list_first(copy.names) or 'a value'}, which it only updates"
         f"{f' ({copy.source})' if copy.source else ''}: {copy.seconds / time.step_s:.0%} of the "
         f"step. {_KEEP_LAYOUT if copy.is_carried else _CARRY} {_WRITE_BLOCKS}"
         for copy in loop_copies.find(module, simulated, names)
@@ -86,7 +80,7 @@ def on_exchanges(
     lines = dict.fromkeys(format_source(x.source) for x in longest if x.source)
     return [
         f"{waited_s / time.step_s:.0%} of the step waits for all-to-alls that XLA adds "
-        f"({_list_first(tuple(lines))}). If they move activations, keep these where their rows "
+        f"({list_first([*lines])}). If they move activations, keep these where their rows "
         "are: constrain them in each layer (jax.lax.with_sharding_constraint)."
     ]
 

@@ -6,6 +6,7 @@ import linecache
 import re
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 # `format_bytes` is exported again, so that reports import all formats from here.
@@ -117,6 +118,12 @@ def _is_users(file: str) -> bool:
 def device_noun(num_chips: int, num_devices: int) -> str:
     """Returns "chip", or "device" where a chip has two devices."""
     return "chip" if num_chips == num_devices else "device"
+
+
+def list_first(names: Sequence[str], most: int = 3) -> str:
+    """Returns "a, b, c and 2 more" for five names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def plural(count: int, noun: str) -> str:

@@ -13,6 +13,7 @@ from tpudist.planner.show.formats import (
     format_op,
     format_shape,
     format_share,
+    list_first,
 )
 from tpudist.planner.show.report_parts import (
     BLUE,
@@ -72,7 +73,7 @@ def memory_sections(plan: PlanFigures) -> Iterable[Bars | TextTable | Lines]:
         if report.host_bytes:
             lines.append(f"{format_bytes(report.host_bytes)} more are in the host's memory.")
         if report.not_donated:
-            lines.append(f"Not overwritten in place: {_list_first(report.not_donated)}.")
+            lines.append(f"Not overwritten in place: {list_first(report.not_donated, _MAX_NAMES)}.")
         if (gaps := report.allocated_bytes - report.peak_bytes) > 0:
             parts.append(_part("gaps between values", gaps, report.capacity_bytes, RED))
         if report.program_bytes:
@@ -161,14 +162,9 @@ def list_replicated(plan: PlanFigures) -> Iterable[Lines]:
     if report and report.replicated:
         line = (
             f"{format_share(report.replicated_share)} of the parameters' bytes are whole on every "
-            f"device of a replica: {_list_first(report.replicated)}."
+            f"device of a replica: {list_first(report.replicated, _MAX_NAMES)}."
         )
         yield Lines("Not split", (line,))
-
-
-def _list_first(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _colors(names: Iterable[str], known: dict[str, str]) -> dict[str, str]:
