@@ -41,7 +41,7 @@ def run_with(monkeypatch, fault, budget_s=20.0, start=""):
     program = PROGRAM.format(mark=section_program.MARK, fault=fault, start=start)
     monkeypatch.setattr(section_program, "START", program)
     begun = []
-    return section_run.run_section("compute", budget_s, {}, begun.append), begun
+    return section_run.run_section("compute", budget_s, {}, begun.append, 10.0), begun
 
 
 @pytest.mark.multiprocess
@@ -92,7 +92,7 @@ def test_a_section_out_of_time_reports_how_many_items_ran(monkeypatch, start, fa
 @pytest.mark.multiprocess
 def test_devices_that_do_not_start_are_reported(monkeypatch):
     monkeypatch.setattr(section_program, "START", "raise RuntimeError('Error: no device')")
-    result = section_run.run_section("compute", 20.0, {}, lambda name: None)
+    result = section_run.run_section("compute", 20.0, {}, lambda name: None, 10.0)
     assert result.items == []
     assert "failed before its first item: ended with 1: RuntimeError: Error: no device" in (
         result.problem
@@ -203,9 +203,6 @@ def test_each_item_returns_a_measurement(section, emulated_devices, tmp_path, mo
 def test_the_command_writes_its_report(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(accelerator_check, "SHARES", {"numbers": 1.0})
-    monkeypatch.setattr(
-        accelerator_check.check_accelerator, "__defaults__", (("numbers",), cli.sys.executable)
-    )
     code = cli.main(["doctor", "--accelerator", "--emulate", "2", "--output", "a.json", "--json"])
     report = json.loads(capsys.readouterr().out)
     assert code == 0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,6 @@ def check_accelerator(
     num_emulated: int | None,
     versions: Mapping[str, str],
     report_line: Callable[[str], None],
-    sections: Sequence[str] = tuple(SHARES),
-    python: str = sys.executable,
 ) -> dict[str, Any]:
     """Checks and measures the devices of this host, and returns the report.
 
@@ -39,8 +36,6 @@ def check_accelerator(
         num_emulated: Number of emulated CPU devices, or None for the devices of this host.
         versions: Version of each package, for the report.
         report_line: Called with a line of progress.
-        sections: Keys of `SHARES` to run.
-        python: Interpreter of the child processes.
 
     Raises:
         OSError: If the report cannot be written.
@@ -49,14 +44,13 @@ def check_accelerator(
     results: list[dict[str, Any]] = []
     report = build_report(results, versions, created)
     write_report(report, path)  # raises now, not after ten minutes, if the file cannot be written
-    for name in sections:
-        report_line(f"{name}: at most {SHARES[name] * budget_s:.0f} s")
+    for name, share in SHARES.items():
+        report_line(f"{name}: at most {share * budget_s:.0f} s")
         section = run_section(
             name,
-            SHARES[name] * budget_s,
+            share * budget_s,
             _environment(num_emulated),
             lambda item: report_line(f"  {item}"),
-            python,
             minutes=budget_s / 60,
         )
         # `is_ok` is a property, so `asdict` omits it.

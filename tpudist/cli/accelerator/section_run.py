@@ -53,8 +53,7 @@ def run_section(
     budget_s: float,
     env: Mapping[str, str],
     report_item: Callable[[str], None],
-    python: str = sys.executable,
-    minutes: float = 10.0,
+    minutes: float,
 ) -> SectionResult:
     """Runs a section within a budget. A crash or a hang costs the item in which it happens.
 
@@ -63,7 +62,6 @@ def run_section(
         budget_s: Seconds for the section.
         env: Environment variables of the child, added to the environment of this process.
         report_item: Called with the name of each item that begins.
-        python: Interpreter of the child.
         minutes: Time limit of the whole check, for the advice if no time is left.
     """
     result = SectionResult(name)
@@ -79,7 +77,8 @@ def run_section(
         # Every start either ends the section or adds at least one item to `skipped`, so the loop
         # would end even without `_MAX_STARTS`; that bound is for the time that starts cost.
         skipped = [x["name"] for x in result.items]
-        command = [python, "-c", section_program.START, name, f"{left_s:.1f}", json.dumps(skipped)]
+        command = [sys.executable, "-c", section_program.START, name]
+        command += [f"{left_s:.1f}", json.dumps(skipped)]
         # Two seconds more than the child allows itself: it prints its stack, which is worth more
         # than a kill from here.
         outcome = run_to_end(command, env, left_s + 2, _item_reporter(report_item))
