@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+_TYPES = {
+    x.targets[0].id: x.value  # annotation of a type of several commands, by its name
+    for x in ast.parse((ROOT / "tpudist/cli/option_types.py").read_text()).body
+    if isinstance(x, ast.Assign) and isinstance(x.targets[0], ast.Name)
+}
 _ASKED = re.compile(r"^<!-- options: (\S+) (\w+) -->$", re.MULTILINE)
 _SAID_DEFAULT = re.compile(r" \(default: ([^()]*|[^()]*\(\)[^()]*)\)(?=\.$)")
 
@@ -35,16 +40,18 @@ def table(source: str, name: str) -> str:
 
 
 def _option(field: ast.AnnAssign) -> str:
-    name = ast.unparse(field.target)
+    name, annotation = ast.unparse(field.target), field.annotation
+    if isinstance(annotation, ast.Attribute):
+        annotation = _TYPES.get(annotation.attr, annotation)
     settings = {
         x.arg: ast.literal_eval(x.value)
-        for call in ast.walk(field.annotation)
+        for call in ast.walk(annotation)
         if isinstance(call, ast.Call)
         for x in call.keywords
         if x.arg in ("aliases", "metavar")
     }
     metavar = settings.get("metavar", "")
-    if "Positional" in ast.unparse(field.annotation):
+    if "Positional" in ast.unparse(annotation):
         return f"`{metavar or name.upper()}`"
     names = [*settings.get("aliases", ()), f"--{name.replace('_', '-')}"]
     return ", ".join(f"`{x} {metavar}`" if metavar else f"`{x}`" for x in names)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from tpudist.cli import installed_versions
+from tpudist.cli import installed_versions, option_types
 from tpudist.cli.console import print_message, print_parts, print_text
 from tpudist.cli.errors import WrongUse
 
@@ -27,9 +27,7 @@ exit codes: 0 all checks passed, 1 a check failed, 2 wrong use
 class Options:
     """Check this machine or its accelerators, or explain the time of a run."""
 
-    run: Annotated[
-        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[RUN]", help_behavior_hint="")
-    ] = None
+    run: Annotated[tyro.conf.Positional[str | None], option_types.named(metavar="[RUN]")] = None
     """Folder of a run with records of tpudist.record_goodput (default: check this machine)."""
     accelerator: tyro.conf.FlagCreatePairsOff[bool] = False
     """Check numbers and measure speed on the devices of this host; write a report."""
@@ -39,7 +37,7 @@ class Options:
     """With --accelerator: time limit."""
     report: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print versions, devices and checks as Markdown, for a bug report."""
-    emulate: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    emulate: option_types.Count = None
     """Number of emulated CPU devices (default: use the devices of this host)."""
     processes: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """Number of local processes to connect, with --emulate devices each, or 2."""

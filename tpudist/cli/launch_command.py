@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from tpudist.cli import console
+from tpudist.cli import console, option_types
 from tpudist.cli.errors import WrongUse
 from tpudist.options.member_names import format_members
 
@@ -34,28 +34,21 @@ _MAX_HOSTS = 3  # of a dry run that shows the command of each host
 class Options:
     """Run a program as several processes, on one host or on many."""
 
-    script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCRIPT")]
+    script: option_types.Script
     """Python file, or another program."""
-    arguments: Annotated[
-        tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(metavar="[ARGUMENT ...]", help_behavior_hint=""),
-    ] = ()
+    arguments: option_types.Arguments = ()
     """Arguments passed to the program."""
     num_processes: Annotated[int, tyro.conf.arg(aliases=["-n"], metavar="N")] = 1
     """Number of processes per host; tpudist sets TF_CONFIG for each."""
-    devices_per_process: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")
-    ] = None
+    devices_per_process: option_types.Count = None
     """Number of emulated devices per process (default: the devices of the host)."""
     restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Number of restarts after a lost process; with survive(), of replacements."""
-    hosts: Annotated[str | None, tyro.conf.arg(metavar="HOST[,HOST...]", help_behavior_hint="")] = (
-        None
-    )
+    hosts: Annotated[str | None, option_types.named(metavar="HOST[,HOST...]")] = None
     """Hosts; run the same command on each (default: Slurm step, TPU slice, or this host)."""
-    host_index: Annotated[int | None, tyro.conf.arg(metavar="I", help_behavior_hint="")] = None
+    host_index: Annotated[int | None, option_types.named(metavar="I")] = None
     """Index of this host in --hosts, from 0 (default: found by its addresses)."""
-    port: Annotated[int | None, tyro.conf.arg(metavar="PORT", help_behavior_hint="")] = None
+    port: Annotated[int | None, option_types.named(metavar="PORT")] = None
     """First port to use, one per process, for rendezvous on the first host (default: 8470)."""
     spares: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Number of standby processes that replace lost ones; needs experimental.survive."""

@@ -13,7 +13,7 @@ import tyro
 from rich.console import RenderableType
 
 from tpudist import planner
-from tpudist.cli import reference, user_step
+from tpudist.cli import option_types, reference, user_step
 from tpudist.cli.calibration_choice import find_calibration
 from tpudist.cli.console import print_message, print_parts, print_text
 from tpudist.cli.errors import WrongUse, explain_write_errors
@@ -47,53 +47,41 @@ exit codes: 0 the step fits, 1 it does not fit, 2 wrong use, or nothing could be
 class Options:
     """Compile a training step for a TPU slice, and show what it needs. No TPU is needed."""
 
-    topology: Annotated[str, tyro.conf.arg(metavar="SLICE")]
+    topology: option_types.Slice
     """TPU slice, such as v5e-256, v5p-128, 2xv5e-256 or v5e:4x8; see tpudist topologies."""
-    step: Annotated[
-        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[STEP]", help_behavior_hint="")
-    ] = None
+    step: option_types.Step = None
     """Your step: my_module:make_step or my_file.py:make_step (default: a transformer)."""
-    replica_axes: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[AXIS=SIZE ...]", help_behavior_hint="")
-    ] = ()
+    replica_axes: option_types.Axes = ()
     """Mesh axes inside a replica, such as fsdp=16 tensor=4 (default: one chip per replica)."""
-    remat: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[POLICY ...]", help_behavior_hint="")
-    ] = ()
+    remat: option_types.Policies = ()
     """Rematerialization in the backward pass: none, full, dots, ...; several with --search."""
     microbatches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="[N ...]")] = (1,)
     """Number of parts of a batch, computed one after the other; several with --search."""
     search: tyro.conf.FlagCreatePairsOff[bool] = False
     """Estimate several layouts, compile the most promising ones, and rank them."""
-    geometries: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[AXES ...]", help_behavior_hint="")
-    ] = ()
+    geometries: Annotated[tuple[str, ...], option_types.named(metavar="[AXES ...]")] = ()
     """With --search: axes to try, such as fsdp=16 fsdp=8,tensor=2 none (default: powers of two)."""
-    compiles: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    compiles: option_types.Count = None
     """With --search: number of layouts to compile, the most promising first (default: all)."""
-    time_budget: Annotated[
-        float | None, tyro.conf.arg(metavar="SECONDS", help_behavior_hint="")
-    ] = None
+    time_budget: Annotated[float | None, option_types.named(metavar="SECONDS")] = None
     """With --search: time limit (default: 600)."""
-    steps: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    steps: option_types.Count = None
     """Number of steps of a run; shows its chip-hours."""
-    price_per_chip_hour: Annotated[
-        float | None, tyro.conf.arg(metavar="PRICE", help_behavior_hint="")
-    ] = None
+    price_per_chip_hour: Annotated[float | None, option_types.named(metavar="PRICE")] = None
     """Your price of one chip for one hour; with --steps, shows the cost of the run."""
-    tokens_per_step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    tokens_per_step: option_types.Count = None
     """For your own step: tokens of all replicas in a step; shows tokens per second."""
-    json: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    json: option_types.FileName = None
     """Write the plan as JSON to this file, or only JSON to standard output with -."""
-    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    html: option_types.File = None
     """Write the plan as an HTML page."""
-    chart: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    chart: option_types.File = None
     """Draw the plan to this file (.png, .svg or .pdf; needs matplotlib)."""
-    save: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    save: Annotated[Path | None, option_types.named(metavar="FOLDER")] = None
     """Save the compiled program, for Strategy.load_plan on the slice."""
-    calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    calibration: option_types.FileName = None
     """Doctor's report or trace with rates, or "published" (default: the rates that you kept)."""
-    calibrate: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    calibrate: option_types.File = None
     """Same as --calibration, and keeps the rates for your later plans of this generation."""
     cache: bool = True
     """Whether to use the result of an earlier plan of the same program."""
@@ -331,18 +319,15 @@ def check(options: Options) -> Slice:
             logical_axes.refuse_other_axes(axis for axes in geometries for axis in axes)
         arguments.check_positive(
             {
-                name: value
-                for name, value in (
-                    ("steps", options.steps),
-                    ("tokens-per-step", options.tokens_per_step),
-                    ("time-budget", options.time_budget),
-                    ("microbatches", min(options.microbatches, default=0)),
-                )
-                if value is not None
+                "steps": options.steps,
+                "tokens-per-step": options.tokens_per_step,
+                "time-budget": options.time_budget,
+                "microbatches": min(options.microbatches, default=0),
             }
         )
-        arguments.check_not_negative({"compiles": options.compiles or 0})
-        arguments.check_not_negative({"price-per-chip-hour": options.price_per_chip_hour or 0})
+        arguments.check_not_negative(
+            {"compiles": options.compiles, "price-per-chip-hour": options.price_per_chip_hour}
+        )
     except ValueError as error:
         raise WrongUse(str(error)) from error
     if math.isinf(options.time_budget or 0):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import tyro
 
 from tpudist import planner
-from tpudist.cli import reference
+from tpudist.cli import option_types, reference
 from tpudist.cli.calibration_choice import find_calibration
 from tpudist.cli.console import print_message, print_parts, print_text
 from tpudist.cli.errors import WrongUse, explain_write_errors
@@ -54,29 +54,27 @@ exit codes: 0 the server fits, 1 it does not fit, 2 wrong use, or nothing could 
 class Options:
     """Plan a server: time to first token, time per token, and how many sequences fit."""
 
-    topology: Annotated[str, tyro.conf.arg(metavar="SLICE")]
+    topology: option_types.Slice
     """TPU slice, such as v5e-8; see tpudist topologies."""
-    prompt_length: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 1024
+    prompt_length: Annotated[int, option_types.named(metavar="N")] = 1024
     """Tokens of a prompt (default: 1024)."""
-    output_length: Annotated[int, tyro.conf.arg(metavar="N", help_behavior_hint="")] = 1024
+    output_length: Annotated[int, option_types.named(metavar="N")] = 1024
     """Tokens of an answer (default: 1024)."""
-    sequences: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    sequences: option_types.Count = None
     """Sequences of all chips together that are continued at a time (default: for 90% of memory)."""
-    prompts: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    prompts: option_types.Count = None
     """Prompts of all chips together that are read at a time (default: the fewest)."""
     weights: Literal["float32", "bfloat16", "int8"] = "bfloat16"
     """Numbers in which the weights are stored."""
     kv_cache: Literal["float32", "bfloat16", "int8"] | None = None
     """Numbers in which keys and values are stored (default: the numbers of the products)."""
-    slots: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    slots: option_types.Count = None
     """Tokens of a sequence that the cache has space for (default: of a prompt and its answer)."""
-    replica_axes: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[AXIS=SIZE ...]", help_behavior_hint="")
-    ] = ()
+    replica_axes: option_types.Axes = ()
     """Mesh axes, such as tensor=4; other chips share the sequences (default: tensor, by heads)."""
-    json: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    json: option_types.FileName = None
     """Write the plan as JSON to this file, or only JSON to standard output with -."""
-    calibration: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    calibration: option_types.FileName = None
     """Doctor's report or trace with rates, or "published" (default: the rates that you kept)."""
     complete: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also generate machine code: more exact times, and its size, after minutes."""
@@ -133,9 +131,9 @@ class _Server:
                 {
                     "prompt-length": options.prompt_length,
                     "output-length": options.output_length,
-                    "sequences": 1 if options.sequences is None else options.sequences,
-                    "prompts": 1 if options.prompts is None else options.prompts,
-                    "slots": 1 if options.slots is None else options.slots,
+                    "sequences": options.sequences,
+                    "prompts": options.prompts,
+                    "slots": options.slots,
                 }
             )
         except ValueError as error:

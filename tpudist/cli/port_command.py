@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from tpudist.cli import option_types
 from tpudist.cli.console import print_message, print_text
-from tpudist.cli.errors import WrongUse
+from tpudist.cli.errors import WrongUse, explain_write_errors
 
 if TYPE_CHECKING:
     # Importing `port` needs LibCST, which may be missing.
@@ -41,7 +42,7 @@ class Options:
     """Python program, or a notebook (.ipynb)."""
     write: tyro.conf.FlagCreatePairsOff[bool] = False
     """Overwrite the file with the ported program."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    output: option_types.File = None
     """File for the ported program (default: print a diff)."""
     diff: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print the diff in addition to writing a file."""
@@ -87,7 +88,9 @@ def run(options: Options) -> int:
             before, after = port.show_code(before), port.show_code(after)
         print_text(_diff(str(options.file), before, after))
     if target is not None:
-        _write(target, ported.source)
+        with explain_write_errors():
+            # The text has the line ends of the source, "\r\n" included.
+            target.write_text(ported.source, encoding="utf-8", newline="")
     # On standard error, so that `tpudist port train.py > changes.diff` writes only the diff. Each
     # line begins with "file:line:", which editors and CI services turn into links.
     for line in _format_leftovers(target or options.file, ported.leftovers, ported.stays):
@@ -154,13 +157,3 @@ def _read(file: Path) -> str:
         raise WrongUse(f"{file} cannot be read: {reason}. Pass a Python program.") from error
     except UnicodeDecodeError as error:
         raise WrongUse(f"{file} is not UTF-8 text. Pass a Python program.") from error
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        # newline="" also here: the text has the line ends of the source, "\r\n" included.
-        file.write_text(text, encoding="utf-8", newline="")
-    except OSError as error:
-        raise WrongUse(
-            f"{file} cannot be written: {error.strerror or error}. Pass another file."
-        ) from error

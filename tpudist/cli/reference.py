@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
-import tyro
 
+from tpudist.cli import option_types
 from tpudist.cli.console import print_message
 from tpudist.cli.errors import WrongUse
 from tpudist.gradients.optimizer import Optimizer
@@ -23,7 +23,7 @@ from tpudist.models.pretrained.maxtext_config import MaxTextStep, read_maxtext
 from tpudist.models.transformer_config import TransformerConfig
 from tpudist.planner import Candidate, GlobalBatch
 from tpudist.strategies.tpu import TPUStrategy
-from tpudist.training import steps
+from tpudist.training import arguments, steps
 from tpudist.xla import splash_attention
 from tpudist.xla.compiler.compiler_options import options_for_chip
 from tpudist.xla.hardware.slices import Slice
@@ -54,29 +54,27 @@ class ModelOptions:
         "dense-32b",
     ] = "tiny"
     """Sizes of the model; tiny is the model of scripts/train.py."""
-    hf: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    hf: Annotated[Path | None, option_types.named(metavar="FOLDER")] = None
     """Folder with a config.json, in place of a preset; weights are not needed."""
-    num_layers: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    num_layers: option_types.Count = None
     """Number of blocks."""
-    embed_dim: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    embed_dim: option_types.Count = None
     """Width of the residual stream."""
-    num_heads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    num_heads: option_types.Count = None
     """Number of attention heads."""
-    num_kv_heads: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    num_kv_heads: option_types.Count = None
     """Number of key and value heads (default: --num-heads)."""
-    head_width: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    head_width: option_types.Count = None
     """Width of a head (default: --embed-dim / --num-heads)."""
-    mlp_dim: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    mlp_dim: option_types.Count = None
     """Hidden width of the MLPs."""
-    vocabulary: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    vocabulary: option_types.Count = None
     """Number of distinct tokens."""
-    num_experts: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    num_experts: option_types.Count = None
     """Number of experts per block; 0 for a plain MLP."""
     expert_method: Literal["dispatch", "grouped"] | None = None
     """Experts by an einsum over slots, or by grouped products without dropped tokens."""
-    expert_capacity: Annotated[
-        float | None, tyro.conf.arg(metavar="FACTOR", help_behavior_hint="")
-    ] = None
+    expert_capacity: Annotated[float | None, option_types.named(metavar="FACTOR")] = None
     """Slots of an expert, as a multiple of its equal share of the tokens."""
     attention: Literal["auto", "dot_product", "splash", "ring"] | None = None
     """Attention algorithm; auto is Splash attention on TPUs."""
@@ -88,21 +86,19 @@ class ModelOptions:
 class ReferenceOptions(ModelOptions):
     """The reference transformer, planned if no STEP is passed. Defaults come from the preset."""
 
-    maxtext: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[FILE [KEY=VALUE ...]]", help_behavior_hint="")
-    ] = ()
+    maxtext: Annotated[tuple[str, ...], option_types.named(metavar="[FILE [KEY=VALUE ...]]")] = ()
     """MaxText's base.yml and overrides, in place of a preset."""
-    batch_per_chip: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    batch_per_chip: option_types.Count = None
     """Sequences per chip."""
-    global_batch: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    global_batch: option_types.Count = None
     """Sequences of all chips together, in place of --batch-per-chip."""
-    sequence_length: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    sequence_length: option_types.Count = None
     """Tokens per sequence (with --hf: 8192, or the most that the model supports)."""
-    pipeline_stages: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    pipeline_stages: option_types.Count = None
     """Number of pipeline stages."""
     param_dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the parameters and of the optimizer state (default: float32)."""
-    loss_chunk: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    loss_chunk: option_types.Count = None
     """Number of positions whose logits are in memory at a time; 0 for all."""
     optimizer: Literal["adamw", "adafactor", "sgd"] | None = None
     """Optimizer; it determines the state of each parameter (default: adamw)."""
@@ -207,13 +203,13 @@ def make_reference(options: ReferenceOptions, slice_: Slice) -> Reference:
             f"--global-batch {options.global_batch} and --batch-per-chip {options.batch_per_chip} "
             f"set the same size. Pass one of them."
         )
-    for name, value in (
-        ("global-batch", options.global_batch),
-        ("batch-per-chip", options.batch_per_chip),
-        ("sequence-length", options.sequence_length),
-    ):
-        if value is not None and value < 1:
-            raise WrongUse(f"--{name} is {value}. It must be above 0.")
+    sizes_of_batch = ("global_batch", "batch_per_chip", "sequence_length")
+    try:
+        arguments.check_positive(
+            {name.replace("_", "-"): vars(options)[name] for name in sizes_of_batch}
+        )
+    except ValueError as error:
+        raise WrongUse(str(error)) from error
     batch = options.global_batch
     if batch is None:
         per_chip = options.batch_per_chip

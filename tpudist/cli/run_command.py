@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 
 import tyro
 
+from tpudist.cli import option_types
 from tpudist.cli.errors import WrongUse
 from tpudist.cli.launch_command import find_program
 
@@ -25,18 +26,15 @@ exit codes: those of the program; 2 wrong use
 class Options:
     """Run a program as one process."""
 
-    script: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SCRIPT")]
+    script: option_types.Script
     """Python file, or another program."""
-    arguments: Annotated[
-        tyro.conf.Positional[tuple[str, ...]],
-        tyro.conf.arg(metavar="[ARGUMENT ...]", help_behavior_hint=""),
-    ] = ()
+    arguments: option_types.Arguments = ()
     """Arguments passed to the program."""
-    emulate: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    emulate: option_types.Count = None
     """Number of emulated CPU devices (default: use the devices of this host)."""
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
     """Compare each step with one device at its first call; stop if it differs."""
-    goodput: Annotated[str | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
+    goodput: Annotated[str | None, option_types.named(metavar="FOLDER")] = None
     """Folder for records of the time, for tpudist doctor (default: no records)."""
 
 

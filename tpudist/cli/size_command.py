@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from tpudist.cli import reference, user_step
+from tpudist.cli import option_types, reference, user_step
 from tpudist.cli.console import print_message, print_parts, print_text
 from tpudist.cli.errors import WrongUse, explain_write_errors
 from tpudist.display.text_tables import Column, TextTable
@@ -52,33 +52,27 @@ class Options:
     """Question to answer; the cheapest run trains on --tokens within --days."""
     topologies: Annotated[tuple[str, ...], tyro.conf.arg(metavar="SLICE ...")]
     """Slices, such as v5e-64, or generations, such as v5e, for their slices up to 256 chips."""
-    step: Annotated[
-        tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[STEP]", help_behavior_hint="")
-    ] = None
+    step: option_types.Step = None
     """Your step: my_module:make_step, which uses candidate.batch (default: a transformer)."""
-    tokens: Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    tokens: Annotated[float | None, option_types.named(metavar="N")] = None
     """Tokens of the run, for cheapest."""
-    days: Annotated[float | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    days: Annotated[float | None, option_types.named(metavar="N")] = None
     """Days that the run may take, for cheapest."""
-    prices: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[CHIP=PRICE ...]", help_behavior_hint="")
-    ] = ()
+    prices: Annotated[tuple[str, ...], option_types.named(metavar="[CHIP=PRICE ...]")] = ()
     """Your price of a chip for one hour, for cheapest: v5e=1.2 (default: count chip-hours)."""
-    remat: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[POLICY ...]", help_behavior_hint="")
-    ] = ("none", "full")
+    remat: option_types.Policies = ("none", "full")
     """Rematerialization policies to try."""
     microbatches: Annotated[tuple[int, ...], tyro.conf.arg(metavar="[N ...]")] = (1,)
     """Numbers of parts of a batch to try."""
     compiles: Annotated[int, tyro.conf.arg(metavar="N")] = 3
     """Number of choices to compile at most; 0 only estimates."""
-    rows: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    rows: option_types.Count = None
     """Rows of the global batch of your own step; largest-batch chooses them."""
-    tokens_per_row: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    tokens_per_row: option_types.Count = None
     """Tokens of a row of the batch of your own step (default: 1)."""
-    json: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    json: option_types.FileName = None
     """Write the choices as JSON to this file, or only JSON to standard output with -."""
-    chart: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    chart: option_types.File = None
     """Draw days against cost, for cheapest (.png, .svg or .pdf; needs matplotlib)."""
     model: reference.ReferenceOptions = field(default_factory=reference.ReferenceOptions)
 
@@ -137,10 +131,10 @@ def _check(options: Options) -> tuple[list[str], dict[str, float]]:
         arguments.check_not_negative({"compiles": options.compiles})
         arguments.check_positive(
             {
-                "tokens": 1 if options.tokens is None else options.tokens,
-                "days": 1 if options.days is None else options.days,
-                "rows": 1 if options.rows is None else options.rows,
-                "tokens-per-row": 1 if options.tokens_per_row is None else options.tokens_per_row,
+                "tokens": options.tokens,
+                "days": options.days,
+                "rows": options.rows,
+                "tokens-per-row": options.tokens_per_row,
             }
         )
     except ValueError as error:

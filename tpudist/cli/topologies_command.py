@@ -9,6 +9,7 @@ from typing import Annotated
 
 import tyro
 
+from tpudist.cli import option_types
 from tpudist.cli.console import print_parts
 from tpudist.cli.errors import WrongUse
 from tpudist.display.text_tables import Column, TextTable
@@ -32,7 +33,7 @@ class Options:
 
     sources: tyro.conf.FlagCreatePairsOff[bool] = False
     """Show the source of each figure."""
-    only: Annotated[str | None, tyro.conf.arg(metavar="GENERATION", help_behavior_hint="")] = None
+    only: Annotated[str | None, option_types.named(metavar="GENERATION")] = None
     """Generation to show, such as v5e (default: all)."""
 
 

@@ -26,16 +26,16 @@ def parse_axes(text: str, option: str = "--replica-axes") -> dict[str, int]:
     return axes
 
 
-def check_positive(values: Mapping[str, float]) -> None:
-    """Checks options, by name, that must be above 0."""
+def check_positive(values: Mapping[str, float | None]) -> None:
+    """Checks options, by name, that must be above 0 or None."""
     for name, value in values.items():
         # `not value > 0` also rejects NaN, which compares as False with everything.
-        if not value > 0:
+        if value is not None and not value > 0:
             raise ValueError(f"--{name} is {value}. It must be above 0.")
 
 
-def check_not_negative(values: Mapping[str, float]) -> None:
-    """Checks options, by name, that must be 0 or above."""
+def check_not_negative(values: Mapping[str, float | None]) -> None:
+    """Checks options, by name, that must be 0 or above, or None."""
     for name, value in values.items():
-        if not value >= 0:
+        if value is not None and not value >= 0:
             raise ValueError(f"--{name} is {value}. It must be 0 or above.")
