@@ -143,20 +143,23 @@ def read_calibration(
         rates = profiler_trace.read_rates(report, generation)
         return Calibration(**dataclasses.asdict(rates), source=str(report))
     name = "The report" if isinstance(report, Mapping) else str(report)
-    remedy = "Write a report on the TPU with tpudist doctor --accelerator."
     try:
         content = report if isinstance(report, Mapping) else json.loads(Path(report).read_text())
         found = content["calibration"]
         if found is None:
-            raise _not_measured_on_tpus(name, content)
+            kind = (content.get("devices") or {}).get("kind", "unknown devices")
+            raise ValueError(
+                f"{name} was measured on {kind}, but plans are for TPUs. Write a report on a TPU "
+                "with tpudist doctor --accelerator."
+            )
         source = "" if isinstance(report, Mapping) else str(report)
         return Calibration(**{"source": source, **found})
     except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        text = (
-            f"{name} is not a report of tpudist doctor --accelerator, nor a trace "
-            f"(*.xplane.pb, *.trace.json.gz): {error!r}. {remedy}"
-        )
-        raise ValueError(text) from error
+        raise ValueError(
+            f"{name} is not a report of tpudist doctor --accelerator, nor a trace (*.xplane.pb, "
+            f"*.trace.json.gz): {error!r}. Write a report on the TPU with tpudist doctor "
+            "--accelerator."
+        ) from error
 
 
 def user_file(generation: str) -> Path:
@@ -177,11 +180,3 @@ def write_user_file(calibration: Calibration) -> Path:
     partial.write_text(json.dumps({"calibration": dataclasses.asdict(calibration)}, indent=1))
     os.replace(partial, path)  # atomic: a plan may read it meanwhile
     return path
-
-
-def _not_measured_on_tpus(name: str, content: Mapping[str, Any]) -> ValueError:
-    devices = content.get("devices") or {}
-    return ValueError(
-        f"{name} was measured on {devices.get('kind', 'unknown devices')}, but plans are for TPUs. "
-        "Write a report on a TPU with tpudist doctor --accelerator."
-    )

@@ -24,7 +24,7 @@ _MAX_SHARE = 1.05  # of the peak, as in `Calibration`
 _IN_VMEM = "S(1)"  # in a layout: the profiler counts its bytes, too
 _OPS, _DEVICE = "XLA Ops", "/device:TPU:"
 # Errors of a file that is damaged, or of another program.
-_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError)
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, OSError, EOFError, struct.error)
 _FIGURES = ("hlo_category", "flops", "model_flops", "bytes_accessed", "long_name")
 
 
@@ -78,7 +78,7 @@ def read_rates(path: str | Path, generation: str | None = None) -> TraceRates:
         else:
             kind, ops = "", _read_json(gzip.decompress(data) if path.suffix == ".gz" else data)
         ops = list(ops)
-    except (*_DAMAGE, struct.error, zlib.error) as error:
+    except (*_DAMAGE, zlib.error) as error:
         raise ValueError(f"{path} is not a trace of JAX's profiler: {error!r}.") from error
     if not ops:
         raise ValueError(
@@ -160,17 +160,17 @@ def _read_xplane(data: bytes) -> tuple[str, Iterator[_Op]]:
     # The literal numbers are fields of xplane.proto.
     kind, ops = "", []
     for plane in _children(data, 1):
-        (name,) = [*_texts(plane, 2), ""][:1]
+        name = _text(plane, 2)
         if not name.startswith(_DEVICE) or " " in name:  # also "... SparseCore 0"
             continue
-        stat_names = {key: next(iter(_texts(value, 2)), "") for key, value in _entries(plane, 5)}
+        stat_names = {key: _text(value, 2) for key, value in _entries(plane, 5)}
         kind = str(_figures(plane, 6, stat_names).get("device_type_string", kind))
         kinds = {
-            key: (next(iter(_texts(value, 2)), ""), _figures(value, 5, stat_names))
+            key: (_text(value, 2), _figures(value, 5, stat_names))
             for key, value in _entries(plane, 4)
         }
         for line in _children(plane, 3):
-            if next(iter(_texts(line, 2)), "") == _OPS:
+            if _text(line, 2) == _OPS:
                 for event in _children(line, 4):
                     text, figures = kinds[_number(event, 1)]
                     own = _figures(event, 4, stat_names)
@@ -185,8 +185,8 @@ def _children(message: bytes | memoryview, number: int) -> Iterator[memoryview]:
             yield value
 
 
-def _texts(message: memoryview, number: int) -> Iterator[str]:
-    return (bytes(value).decode() for value in _children(message, number))
+def _text(message: memoryview, number: int) -> str:
+    return bytes(next(_children(message, number), b"")).decode()
 
 
 def _number(message: memoryview, number: int) -> int:

@@ -34,7 +34,6 @@ from tpudist.xla.hlo.instructions import Instruction
 _BUNDLES_PER_PRODUCT = 1.25  # rule 2
 _FEW, _GATHERED_PER_CYCLE = 8, 12  # rule 4
 _SUBLANES, _REGISTER = 8, 1024
-_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,7 @@ def use_of_unit(module: Module, instruction: Instruction, width: int) -> UnitUse
         if convolves
         else UnitUse(_share_of_product(module, part, width))
         for part in module.parts_of(instruction)
-        if part.opcode == "convolution" and (labels := _LABELS.search(part.attributes))
+        if part.opcode == "convolution" and (labels := flops.LABELS.search(part.attributes))
     ]
     return min(uses, key=lambda use: use.share, default=UnitUse())
 

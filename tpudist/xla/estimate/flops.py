@@ -20,7 +20,7 @@ from tpudist.xla.hlo.hlo_module import Module
 from tpudist.xla.hlo.instructions import Instruction
 
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
-_LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
+LABELS = re.compile(r"\bdim_labels=(\w+)_(\w+)->(\w+)")
 _PRECISION = re.compile(r"\boperand_precision=\{(\w+),(\w+)\}")
 # Passes over bfloat16 for a product of float32 (docs.jax.dev: jax.lax.Precision).
 _PASSES = {"default": 1, "high": 3, "highest": 6}
@@ -82,7 +82,7 @@ def _dot(attributes: str, lhs: Shape, rhs: Shape, out: Shape) -> float:
 def _convolution(attributes: str, lhs: Shape, rhs: Shape, out: Shape) -> float:
     # Counts like XLA's `HloCostAnalysis::HandleConvolution`. The labels "b01f_01io->b01f" name the
     # dims of left side, kernel and result; digits are spatial dims, the same in all three.
-    labels = _LABELS.search(attributes)
+    labels = LABELS.search(attributes)
     assert labels, attributes
     match = _WINDOW.search(attributes)
     window = dict(field.split("=", 1) for field in match[1].split()) if match else {}

@@ -186,6 +186,13 @@ class _Scope:
     def inside(self, fusion: Instruction) -> "_Scope":
         return _Scope(self.module, self.module.contents_of(fusion), fusion, self)
 
+    def operand(self, parameter: Instruction) -> "tuple[_Scope, Instruction] | None":
+        """Returns what a parameter of an inner fusion is in the fusion around it, and its scope."""
+        if self.around is None or self.fusion is None:
+            return None
+        name = self.fusion.operands[int(parameter.arguments)]
+        return self.around, self.around.contents.instructions[name]
+
 
 def _count_read_bytes(scope: _Scope, value: Instruction, *, is_copied: bool = False) -> float:
     """Returns the bytes that a fusion reads of a value in HBM: all of it, or only slices.
@@ -245,15 +252,9 @@ def _count_written_bytes(scope: _Scope, value: Instruction, array: shapes.Array)
         if inner.contents.root.opcode != "tuple":
             return _count_written_bytes(inner, inner.contents.root, array)
     if value.opcode in ("parameter", *collective_ops.KINDS):
-        # Of an inner fusion, the parameter is a value of the fusion around it.
-        if value.opcode == "parameter" and scope.around is not None and scope.fusion is not None:
-            outside = scope.around.contents.instructions
-            operand = outside[scope.fusion.operands[int(value.arguments)]]
-            return max(
-                _count_written_bytes(scope.around, operand, array),
-                array.padded_bytes if is_copied else 0.0,
-            )
-        return array.padded_bytes if is_copied else 0.0
+        copied = array.padded_bytes if is_copied else 0.0
+        operand = scope.operand(value) if value.opcode == "parameter" else None
+        return max(_count_written_bytes(*operand, array), copied) if operand else copied
     if value.opcode == "custom-call" and "AsyncCollective" in value.attributes:
         return 0.0
     return array.padded_bytes
@@ -266,7 +267,7 @@ def _is_parameter(scope: _Scope, value: Instruction) -> bool:
     if value.opcode == "fusion":
         inner = scope.inside(value)
         return _is_parameter(inner, inner.contents.root)
-    if value.opcode != "parameter" or scope.around is None or scope.fusion is None:
-        return value.opcode == "parameter"
-    outside = scope.around.contents.instructions
-    return _is_parameter(scope.around, outside[scope.fusion.operands[int(value.arguments)]])
+    if value.opcode != "parameter":
+        return False
+    operand = scope.operand(value)
+    return operand is None or _is_parameter(*operand)
