@@ -117,6 +117,7 @@ def momentum_step(weights, momentum, x):
     return weights - 0.1 * momentum, momentum
 
 
+@functools.cache
 def mesh_of(slice_name: str = "v5e:2x2", num_replicas: int = 2) -> jax.sharding.Mesh:
     devices = topology.devices(slice_name)
     shape = (num_replicas, len(devices) // num_replicas)
@@ -125,41 +126,41 @@ def mesh_of(slice_name: str = "v5e:2x2", num_replicas: int = 2) -> jax.sharding.
     )
 
 
-def leaf(mesh, name, role, shape, spec=None, donated=False, kind=None):
-    sharding = NamedSharding(mesh, spec or P(), memory_kind=kind)
+def leaf(name, role, shape, spec=None, *, mesh=None, donated=False, kind=None):
+    sharding = NamedSharding(mesh or mesh_of(), spec or P(), memory_kind=kind)
     return InputLeaf(name, role, shape, jnp.dtype(jnp.float32), sharding, donated)
 
 
-def lowered(function, mesh, inputs, **options):
+def lowered(function, inputs, **options):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in inputs]
     donated = tuple(i for i, x in enumerate(inputs) if x.donated)
     return jax.jit(function, donate_argnums=donated, **options).lower(*shapes)
 
 
-def compiled(function, mesh, inputs, **options):
-    return compiler_process.compile_here(lowered(function, mesh, inputs, **options))
+def compiled(function, inputs, **options):
+    return compiler_process.compile_here(lowered(function, inputs, **options))
 
 
-def reported(function, mesh, inputs, **options):
-    program = compiled(function, mesh, inputs, **options)
-    module = hlo_module.parse(program.text)
-    return memory.report(program, module, inputs, chips.chip_of_device(mesh.devices.flat[0]), mesh)
+def report_on(program, inputs, mesh):
+    chip = chips.chip_of_device(mesh.devices.flat[0])
+    return memory.report(program, hlo_module.parse(program.text), inputs, chip, mesh)
+
+
+def reported(function, *inputs):
+    return report_on(compiled(function, inputs), inputs, inputs[0].sharding.mesh)
 
 
 @functools.cache
 def a_large_step():
-    mesh = mesh_of()
     stack = (4, 4096, 4096)
     inputs = [
-        leaf(mesh, "weights", "parameters", stack, P(None, "fsdp"), donated=True),
-        leaf(mesh, "momentum", "optimizer state", stack, P(None, "fsdp"), donated=True),
-        leaf(mesh, "x", "batch", (8192, 4096), P(("replica", "fsdp"))),
+        leaf("weights", "parameters", stack, P(None, "fsdp"), donated=True),
+        leaf("momentum", "optimizer state", stack, P(None, "fsdp"), donated=True),
+        leaf("x", "batch", (8192, 4096), P(("replica", "fsdp"))),
     ]
-    step = lowered(momentum_step, mesh, inputs)
+    step = lowered(momentum_step, inputs)
     program = compiler_process.compile_here(step)
-    module = hlo_module.parse(program.text)
-    report = memory.report(program, module, inputs, CHIPS["v5e"], mesh)
-    return program, step, report
+    return program, step, report_on(program, inputs, mesh_of())
 
 
 @pytest.mark.slow
@@ -215,9 +216,8 @@ def test_a_cast_of_an_argument_has_the_name_of_the_argument():
 
 @pytest.mark.libtpu
 def test_padding_from_tiling_is_reported():
-    mesh = mesh_of()
-    inputs = [leaf(mesh, "x", "batch", (64, 8, 2)), leaf(mesh, "w", "parameters", (128, 128))]
-    report = reported(lambda x, w: (x * 2, w * 2), mesh, inputs)
+    inputs = leaf("x", "batch", (64, 8, 2)), leaf("w", "parameters", (128, 128))
+    report = reported(lambda x, w: (x * 2, w * 2), *inputs)
     assert report.categories["batch"] == report.padding_bytes["batch"] + 4 * 64 * 8 * 2
     assert report.padding_bytes["batch"] > 0
     assert "parameters" not in report.padding_bytes
@@ -225,54 +225,44 @@ def test_padding_from_tiling_is_reported():
 
 @pytest.mark.libtpu
 def test_a_donated_argument_that_fits_no_output_is_named():
-    mesh = mesh_of()
-    inputs = [
-        leaf(mesh, "used", "parameters", (256, 256), donated=True),
-        leaf(mesh, "unused", "other", (128, 128), donated=True),
-    ]
-    report = reported(lambda a, b: a + b.sum(), mesh, inputs)
-    assert report.not_donated == ("unused",)
+    used = leaf("used", "parameters", (256, 256), donated=True)
+    unused = leaf("unused", "other", (128, 128), donated=True)
+    assert reported(lambda a, b: a + b.sum(), used, unused).not_donated == ("unused",)
 
 
 @pytest.mark.libtpu
 def test_parameters_replicated_on_every_device_of_a_replica_are_named():
-    mesh = mesh_of()
     inputs = [
-        leaf(mesh, "split", "parameters", (768, 128), P("fsdp")),
-        leaf(mesh, "scale", "parameters", (128,)),
-        leaf(mesh, "table", "parameters", (255, 128)),
-        leaf(mesh, "mean", "other", (128,)),
+        leaf("split", "parameters", (768, 128), P("fsdp")),
+        leaf("scale", "parameters", (128,)),
+        leaf("table", "parameters", (255, 128)),
+        leaf("mean", "other", (128,)),
     ]
 
-    def total(*arrays):
-        return sum(x.sum() for x in arrays)
-
-    report = reported(total, mesh, inputs)
+    report = reported(lambda *arrays: sum(x.sum() for x in arrays), *inputs)
     assert report.replicated == ("table", "scale")
     assert report.replicated_share == 256 / (256 + 768)
 
 
 @pytest.mark.libtpu
 def test_one_device_per_replica_leaves_nothing_replicated():
-    mesh = mesh_of(num_replicas=4)
-    inputs = [leaf(mesh, "w", "parameters", (128, 128))]
-    report = reported(lambda w: w + 1, mesh, inputs)
+    w = leaf("w", "parameters", (128, 128), mesh=mesh_of(num_replicas=4))
+    report = reported(lambda w: w + 1, w)
     assert (report.replicated_share, report.replicated) == (0.0, ())
 
 
 @pytest.mark.libtpu
 def test_host_memory_is_reported_separately():
-    mesh = mesh_of()
     inputs = [
-        leaf(mesh, "moments", "optimizer state", (2048, 1024), P("fsdp"), kind="pinned_host"),
-        leaf(mesh, "w", "parameters", (2048, 1024), P("fsdp")),
+        leaf("moments", "optimizer state", (2048, 1024), P("fsdp"), kind="pinned_host"),
+        leaf("w", "parameters", (2048, 1024), P("fsdp")),
     ]
 
     def update(moments, w):
-        moments = jax.device_put(moments, NamedSharding(mesh, P("fsdp"), memory_kind="device"))
-        return w + moments
+        here = NamedSharding(mesh_of(), P("fsdp"), memory_kind="device")
+        return w + jax.device_put(moments, here)
 
-    report = reported(update, mesh, inputs)
+    report = reported(update, *inputs)
     assert report.host_bytes == 4 * 1024 * 1024
     assert report.categories["parameters"] == 4 * 1024 * 1024
     assert report.categories.get("optimizer state", 0) == 0
@@ -286,7 +276,6 @@ def a_step_with_state_on_the_host():
     here = NamedSharding(mesh, P(None, "fsdp"), memory_kind="device")
     inputs = [
         leaf(
-            mesh,
             "moments",
             "optimizer state",
             (4096, 4096),
@@ -294,30 +283,26 @@ def a_step_with_state_on_the_host():
             donated=True,
             kind="pinned_host",
         ),
-        leaf(mesh, "w", "parameters", (1024, 4096), P(None, "fsdp")),
+        leaf("w", "parameters", (1024, 4096), P(None, "fsdp")),
     ]
 
     def update(moments, w):
         return 0.9 * jax.device_put(moments, here) + w.mean(), w.sum()
 
-    program = compiled(update, mesh, inputs, out_shardings=(there, None))
-    return program, inputs, mesh
+    return compiled(update, inputs, out_shardings=(there, None)), inputs
 
 
 @pytest.mark.libtpu
 def test_state_overwritten_in_host_memory_is_counted_once():
-    program, inputs, mesh = a_step_with_state_on_the_host()
-    report = memory.report(program, hlo_module.parse(program.text), inputs, CHIPS["v5e"], mesh)
+    report = report_on(*a_step_with_state_on_the_host(), mesh_of())
     assert report.not_donated == ()
     assert report.host_bytes == 4 * 4096 * 2048
 
 
 @pytest.mark.libtpu
 def test_host_memory_is_not_counted_as_device_memory_without_buffers():
-    program, inputs, mesh = a_step_with_state_on_the_host()
-    little = dataclasses.replace(program, buffers="")
-    module = hlo_module.parse(program.text)
-    report = memory.report(little, module, inputs, CHIPS["v5e"], mesh)
+    program, inputs = a_step_with_state_on_the_host()
+    report = report_on(dataclasses.replace(program, buffers=""), inputs, mesh_of())
     stats = program.memory
     held = stats.argument_bytes + stats.output_bytes - stats.alias_bytes
     assert held <= report.peak_bytes <= held + stats.temp_bytes
@@ -328,13 +313,12 @@ def test_host_memory_is_not_counted_as_device_memory_without_buffers():
 @pytest.mark.slow
 @pytest.mark.libtpu
 def test_vmem_of_a_small_program_is_not_counted_as_hbm():
-    mesh = mesh_of()
-    inputs = [
-        leaf(mesh, "w", "parameters", (4, 512, 512)),
-        leaf(mesh, "m", "optimizer state", (4, 512, 512)),
-        leaf(mesh, "x", "batch", (512, 512)),
-    ]
-    report = reported(momentum_step, mesh, inputs)
+    report = reported(
+        momentum_step,
+        leaf("w", "parameters", (4, 512, 512)),
+        leaf("m", "optimizer state", (4, 512, 512)),
+        leaf("x", "batch", (512, 512)),
+    )
     kept = 4 * (9 + 8) * 512 * 512  # nothing is donated
     assert kept <= report.peak_bytes <= report.allocated_bytes < 1.1 * kept
     assert sum(report.categories.values()) == report.peak_bytes
@@ -342,8 +326,8 @@ def test_vmem_of_a_small_program_is_not_counted_as_hbm():
 
 @pytest.mark.libtpu
 def test_two_devices_share_the_memory_of_a_chip():
-    mesh = mesh_of("tpu7x:2x2x1")
-    report = reported(lambda w: w + 1, mesh, [leaf(mesh, "w", "parameters", (128, 128))])
+    w = leaf("w", "parameters", (128, 128), mesh=mesh_of("tpu7x:2x2x1"))
+    report = reported(lambda w: w + 1, w)
     assert report.capacity_bytes == CHIPS["tpu7x"].compiler_hbm_bytes // 2
 
 
@@ -351,8 +335,7 @@ def test_two_devices_share_the_memory_of_a_chip():
 @pytest.mark.libtpu
 def test_arguments_without_a_description_are_other_arguments():
     program, _, report = a_large_step()
-    mesh = mesh_of()
-    unknown = memory.report(program, hlo_module.parse(program.text), [], CHIPS["v5e"], mesh)
+    unknown = report_on(program, [], mesh_of())
     assert unknown.peak_bytes == report.peak_bytes
     arguments = ("parameters", "optimizer state", "batch")
     assert unknown.categories["other arguments"] == sum(report.categories[x] for x in arguments)
