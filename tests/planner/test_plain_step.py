@@ -283,7 +283,21 @@ def with_own_mesh():
             ValueError,
             r"static_argnums=\(0,\) with a lowered program.*Omit static_argnums",
         ),
-        (lambda: planner.plan(jnp.sin, X, in_shardings=P("data")), ValueError, "there is no mesh"),
+        (
+            lambda: planner.plan(jnp.sin, X, in_shardings=P("data")),
+            ValueError,
+            r"The sharding of \S+ of shape .*there is no mesh",
+        ),
+        (
+            lambda: planner.plan(
+                jnp.sin,
+                jax.ShapeDtypeStruct((12, 8), jnp.float32),
+                mesh=data_mesh(),
+                in_shardings=P("data"),
+            ),
+            ValueError,
+            r"The sharding of \S+ of shape \(12, 8\).* 8 times, but the dimension size is 12",
+        ),
         (
             lambda: planner.plan(jax.jit(jnp.sin, in_shardings=P("data")), X, mesh=data_mesh()),
             ValueError,

@@ -5,8 +5,8 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeGuard
 
 import jax
@@ -159,12 +159,15 @@ class Placement:
         if self._mesh is None:
             specs = jax.tree.leaves(in_shardings, is_leaf=_is_sharding)
             self._mesh = self._find_mesh(leaves, specs)
-        wanted = self._read_shardings(args, kwargs, in_shardings)
+        wanted = _shardings_of_leaves(args, kwargs, in_shardings)
         names = call_description.names_of_leaves(step, args, kwargs, is_leaf=None)
         placed, facts, seen = [], [], set()
         for i, (x, name) in enumerate(zip(leaves, names, strict=True)):
-            sharding = wanted[i] if i < len(wanted) else None
-            placed.append(self._place_leaf(x, sharding))
+            with _name_argument(name, x):
+                sharding = self._read_sharding(wanted[i]) if i < len(wanted) else None
+                if sharding is not None and isinstance(x, _ARRAYS):
+                    sharding.shard_shape(tuple(shape_of(x)))  # raises if a dim is not divisible
+                placed.append(self._place_leaf(x, sharding))
             is_array = isinstance(x, (*_ARRAYS, *_REFS, np.generic))
             shape = () if isinstance(x, bool | int | float | complex) else None
             own_shape = tuple(shape_of(x)) if is_array else shape
@@ -287,27 +290,6 @@ class Placement:
             return None
         return self.mesh_like([*final, *incomplete][0]) if meshes else None
 
-    def _read_shardings(
-        self, args: tuple, kwargs: dict[str, Any], in_shardings: PyTree
-    ) -> list[Sharding | None]:
-        """Returns the requested sharding of each leaf of `args`."""
-        if in_shardings is None:
-            return []
-
-        if isinstance(in_shardings, list):
-            in_shardings = tuple(in_shardings)
-        try:
-            wanted = jax.tree.broadcast(in_shardings, args, is_leaf=_is_sharding)
-        except ValueError as error:
-            raise ValueError(
-                f"in_shardings is not a prefix of the arguments ({len(args)} positional ones): "
-                f"{error}. Pass one sharding for all, or a tuple with one entry per argument."
-                f"{_advise_on_keywords(kwargs)}"
-            ) from error
-        # None is not a leaf of the arguments, but it is a leaf of `wanted`: an unknown sharding.
-        leaves = jax.tree.structure(args).flatten_up_to(wanted)
-        return [self._read_sharding(x) for x in leaves]
-
     def _read_sharding(self, x: PartitionSpec | Sharding | None) -> Sharding | None:
         if not _is_sharding(x):
             raise ValueError(
@@ -339,6 +321,34 @@ class Placement:
                 "the same axes, or arguments without shardings and in_shardings."
             )
         return NamedSharding(self._mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _shardings_of_leaves(args: tuple, kwargs: dict[str, Any], in_shardings: PyTree) -> list[Any]:
+    """Returns what `in_shardings` has for each leaf of `args`; nothing if it is None."""
+    if in_shardings is None:
+        return []
+    if isinstance(in_shardings, list):
+        in_shardings = tuple(in_shardings)
+    try:
+        wanted = jax.tree.broadcast(in_shardings, args, is_leaf=_is_sharding)
+    except ValueError as error:
+        raise ValueError(
+            f"in_shardings is not a prefix of the arguments ({len(args)} positional ones): "
+            f"{error}. Pass one sharding for all, or a tuple with one entry per argument."
+            f"{_advise_on_keywords(kwargs)}"
+        ) from error
+    # None is not a leaf of the arguments, but it is a leaf of `wanted`: an unknown sharding.
+    return jax.tree.structure(args).flatten_up_to(wanted)
+
+
+@contextmanager
+def _name_argument(name: str, x: Any) -> Iterator[None]:
+    """Adds the name and the shape of an argument to errors about its sharding."""
+    try:
+        yield
+    except Exception as error:  # JAX has types of its own, such as IndivisibleError
+        of_shape = f" of shape {tuple(shape_of(x))}" if isinstance(x, _ARRAYS) else ""
+        raise ValueError(f"The sharding of {name}{of_shape}: {error}") from error
 
 
 def _advise_on_keywords(kwargs: Mapping[str, Any]) -> str:
