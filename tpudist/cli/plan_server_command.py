@@ -247,12 +247,7 @@ def next_token(model: Transformer, cache: KVCache, tokens: jax.Array) -> jax.Arr
 
 
 def _warn_of_dropped_tokens(config: TransformerConfig, num_shares: int) -> None:
-    """Prints a message if full experts drop tokens of a prompt.
-
-    Args:
-        config: Configuration of the model.
-        num_shares: Number of devices that the experts are split over.
-    """
+    """Prints a message if full experts on `num_shares` devices drop tokens of a prompt."""
     groups = config.num_experts if config.expert_method == "dispatch" else num_shares
     # From this capacity on, a group of experts has a slot for each of its choices of any prompt.
     enough = min(groups, config.num_experts / config.experts_per_token)

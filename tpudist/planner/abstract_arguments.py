@@ -116,13 +116,7 @@ def move_arguments(
 ) -> TwinArguments:
     """Returns the arguments of a call of `strategy.run` for a call of its twin.
 
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        names: Name of each flat argument; see `call_description.names_of_leaves`.
-        strategy: Strategy of the arguments.
-        twin: Same strategy on the devices of the plan.
-        function_name: Name of the function, for messages.
+    `names` has the name of each flat argument; see `call_description.names_of_leaves`.
 
     Raises:
         TypeError: If an array has a dtype that devices do not support, or is in an object that JAX

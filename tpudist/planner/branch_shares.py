@@ -74,9 +74,7 @@ class _Walk:
     def run(self, program: jaxprs.Program, inputs: Sequence[_Value]) -> list[_Value]:
         """Returns the results of a program: arrays of integers that are known, and None.
 
-        Args:
-            program: The program.
-            inputs: Values of its inputs; all are unknown if this is empty.
+        If `inputs` is empty, all are unknown.
         """
         jaxpr, values = jaxprs.open_jaxpr(program), {}
         self._num_equations += len(jaxpr.eqns)

@@ -97,16 +97,10 @@ def ask_compiler(
     complete: bool,
     report: Progress,
 ) -> Answer:
-    """Returns the answer of the compiler of the devices of `mesh`.
+    """Returns the answer of the compiler of the devices of `mesh`, which may be descriptions.
 
-    Args:
-        lowered: Program.
-        mesh: Devices of the program, which may be only descriptions.
-        compiler_options: All options, including those of `jax.jit`.
-        cache: See `Cache.of`.
-        in_process: Whether to compile it in this process too, for an executable.
-        complete: Whether the program must have machine code.
-        report: Progress callback.
+    With `in_process` it also compiles in this process, for an executable. With `complete` the
+    program has machine code.
     """
     key = program_key(lowered, mesh, compiler_options)
     answers = Cache.of(cache)

@@ -51,10 +51,6 @@ def from_few_layers(
 ) -> tuple[Answer, Figures] | None:
     """Returns the figures of a program with many equal layers from two programs with few.
 
-    Args:
-        lowered: The program.
-        read: Compiles a program, and reads its figures.
-
     Returns:
         The answer for the larger of the two programs, and the figures of all layers; None if there
         are fewer than 24 equal layers, or the program nearly fills the memory.

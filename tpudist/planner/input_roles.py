@@ -33,14 +33,8 @@ def inputs_of(
 ) -> list[InputLeaf]:
     """Returns the flat inputs of a lowered step, in the order of the program: donated ones first.
 
-    JAX removes unused inputs from the program; see `select_used`.
-
-    Args:
-        step: Step.
-        call: RunCall that it was lowered for.
-        donated: Inputs that are overwritten.
-        kept: Other inputs.
-        batch_ids: Ids of the arrays that are parts of a batch.
+    JAX removes unused inputs from the program; see `select_used`. The arrays with `batch_ids` are
+    parts of a batch.
     """
     assert step.program.plan is not None, "lowering makes it"
     arrays = step.program.plan.merge_inputs(donated, kept)

@@ -107,17 +107,7 @@ def plan_lowered(
     report: Progress,
     trace_s: float,
 ) -> Plan:
-    """Returns the plan of a lowered step.
-
-    Args:
-        step: The step.
-        mesh: Devices of the step.
-        num_replicas: Number of replicas that execute the jaxpr of the step.
-        notes: Facts about the arguments.
-        request: Options of the plan.
-        report: Progress callback.
-        trace_s: Seconds that tracing and lowering took.
-    """
+    """Returns the plan of a lowered step, whose jaxpr `num_replicas` replicas execute."""
     chip = _find_chip(mesh, request.calibration)
 
     def compile_and_read(lowered: jax.stages.Lowered) -> tuple[compiler_query.Answer, Figures]:

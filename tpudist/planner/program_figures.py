@@ -33,16 +33,7 @@ def read(
     mesh: jax.sharding.Mesh,
     chip: chips.Chip | None,
 ) -> Figures:
-    """Returns the figures of a program.
-
-    Args:
-        answer: Answer of the compiler.
-        inputs: Flat inputs of the program, including unused ones.
-        num_donated: Number of inputs that are overwritten; they are the first.
-        closed: Jaxpr of one replica; None if it is not known.
-        mesh: Devices of the program.
-        chip: Chip of the devices; None if it is unknown.
-    """
+    """Returns the figures of a program; see `plan_builder.LoweredStep` for its inputs."""
     if answer.program is None:
         return Figures()
     choices = None if closed is None else branch_shares.find(closed)

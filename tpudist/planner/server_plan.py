@@ -64,15 +64,8 @@ def join(
 ) -> ServerPlan:
     """Returns the plan of a server from the plans of its steps.
 
-    Args:
-        prefill: See `ServerPlan`; this and the following ones.
-        decode: Plan for `num_sequences`.
-        prompt_length: Tokens of a prompt.
-        output_length: Tokens of an answer.
-        num_prompts: Prompts of a prefill step.
-        num_sequences: Sequences of a decode step.
-        num_groups: Number of groups of devices that the sequences are split over.
-        sequence_bytes: Bytes of the cache of a sequence on each device of its group.
+    The sequences are split over `num_groups` groups of devices. The cache of a sequence has
+    `sequence_bytes` on each device of its group.
     """
     # The largest number by each step. A prefill step has the cache of all sequences next to it.
     by_decode = num_sequences + num_groups * (free_bytes(decode) // sequence_bytes)

@@ -32,13 +32,7 @@ _UNITS = (
 def build_report(
     sections: Sequence[Mapping[str, Any]], versions: Mapping[str, str], created: str
 ) -> dict[str, Any]:
-    """Returns the report, as `write_report` stores it.
-
-    Args:
-        sections: Fields of the `SectionResult`s so far.
-        versions: Version of each package.
-        created: Date and time, in UTC.
-    """
+    """Returns the report on the fields of `SectionResult`s, as `write_report` stores it."""
     devices = next((x["devices"] for x in sections if x["devices"]), {})
     report = {
         "format": FORMAT,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Figures = Mapping[str, Any]
+_NUM_AVERAGES = 3
 OK, FAILED, LEFT_OUT = "ok", "failed", "left out"
 """Status of an item in the report; the latter two are followed by ": " and the reason."""
 
@@ -25,17 +26,14 @@ class Item:
     run: Callable[[], Figures]
 
 
-def seconds_per_call(call: Callable[[], object], least_s: float = 0.05, repeats: int = 3) -> float:
+def seconds_per_call(call: Callable[[], object], least_s: float = 0.05) -> float:
     """Returns the seconds of one call: the smallest of several averages, after a call to compile.
 
-    Args:
-        call: Runs, and waits for its result.
-        least_s: Calls are repeated until one average is over this many seconds.
-        repeats: Number of averages.
+    `call` waits for its result. It is repeated until one average is over `least_s` seconds.
     """
     call()
     number, averages = 1, []
-    while len(averages) < repeats:
+    while len(averages) < _NUM_AVERAGES:
         started = time.perf_counter()
         for _ in range(number):
             call()

@@ -36,13 +36,7 @@ if TYPE_CHECKING:
 def describe_plan(
     plan: PlanFigures, num_steps: int | None = None, price: float | None = None
 ) -> Report:
-    """Returns the report of a plan.
-
-    Args:
-        plan: Plan.
-        num_steps: Steps of a run, to report its time and chip-hours.
-        price: Price of a chip-hour, to report the cost of the run, in the currency of the price.
-    """
+    """Returns the report of a plan, for a run of `num_steps` and a price per chip-hour."""
     # Memory first: if the program does not fit, it is the only figure.
     sections = [
         *memory_sections(plan),

@@ -109,14 +109,7 @@ def time_bars(
     parts: Iterable[tuple[str, float, str]],
     notes: tuple[str, ...] = (),
 ) -> Bars:
-    """Returns the bar of a step.
-
-    Args:
-        title: Title of the bar.
-        spent: Time of the step.
-        parts: Name, seconds and color of each part.
-        notes: Sentences below the bar.
-    """
+    """Returns the bar of a step; `parts` has the name, the seconds and the color of each part."""
     shown = tuple(
         Part(name, seconds, format_seconds(seconds), format_share(seconds / spent.step_s), color)
         for name, seconds, color in parts

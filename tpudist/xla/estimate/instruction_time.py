@@ -360,9 +360,7 @@ def _overlap(*seconds: float) -> float:
 def product_overhead_s(seconds: float, *, reads: bool) -> float:
     """Returns what a product of this time adds to it in a program without cycles (rule 6).
 
-    Args:
-        seconds: Its time.
-        reads: Whether its bytes decide its time.
+    `reads` is whether its bytes decide its time.
     """
     return (_READ_OVERHEAD if reads else _PRODUCT_OVERHEAD) * math.sqrt(seconds)
 

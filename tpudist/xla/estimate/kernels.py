@@ -141,12 +141,7 @@ def attention_flops(
 ) -> float | None:
     """Returns the operations of one of JAX's attention kernels; None for another kernel.
 
-    Args:
-        name: Text with the name of the kernel.
-        operands: Dtype and shape of each operand.
-        results: Shapes of the results.
-        attributes: Text with the block sizes of the kernel.
-        blocks: Visited blocks, if they are known; see `Choices`.
+    `results` has the shapes of its results; `attention_share` describes the others.
     """
     match, found = _ATTENTION.search(name), _shapes_of_attention(operands)
     if match is None or len(found) < 3:

@@ -116,15 +116,7 @@ def report(
     chip: Chip | None,
     mesh: Mesh,
 ) -> MemoryReport:
-    """Reports the memory of `program` at its peak.
-
-    Args:
-        program: The compiled program.
-        module: Parsed text of `program`.
-        inputs: Arguments of the program, in order; empty if they are unknown.
-        chip: Chip that the program was compiled for; None if that is not a TPU.
-        mesh: Mesh that the program was compiled for.
-    """
+    """Reports the memory of `program` at its peak; `inputs` is empty if they are unknown."""
     stats = program.memory
     peak = _peak_bytes(program, chip)
     names = [leaf.name for leaf in inputs]

@@ -95,9 +95,7 @@ def explain(text: str, names: Sequence[str] = ()) -> Refusal:
 def _figures(message: str, buffer_bytes: int) -> tuple[int, int, int]:
     """Returns the bytes needed, available and missing; zeros for a message of an unknown form.
 
-    Args:
-        message: The compiler's message.
-        buffer_bytes: Sum of the compiler's buffers; 0 if they are unknown.
+    `buffer_bytes` is the sum of the compiler's buffers; 0 if they are unknown.
     """
     match = next((match for form in _FORMS if (match := form.search(message))), None)
     if match is None:
