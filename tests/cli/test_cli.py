@@ -101,6 +101,10 @@ def test_help_is_also_a_command(capsys):
         assert cli.main([word]) == 0
     first, second = capsys.readouterr().out.split("usage: tpudist COMMAND")[1:]
     assert first == second
+    assert all(f"  {name} " in first for name in cli.COMMANDS)
+    assert max(map(len, first.splitlines())) <= 100
+    assert cli.main([]) == cli.WRONG_USE
+    capsys.readouterr()
     with pytest.raises(SystemExit) as end:
         cli.main(["help", "topologies"])
     assert end.value.code == 0
@@ -740,14 +744,6 @@ def test_help_describes_every_option_and_ends_with_examples_and_exit_codes(name,
 
 def _fields_of(kind):
     return dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
-
-
-def test_the_command_without_arguments_prints_the_commands(capsys):
-    assert cli.main(["--help"]) == 0
-    printed = capsys.readouterr().out
-    assert all(f"  {name} " in printed for name in cli.COMMANDS)
-    assert max(map(len, printed.splitlines())) <= 100
-    assert cli.main([]) == cli.WRONG_USE
 
 
 @pytest.mark.parametrize(

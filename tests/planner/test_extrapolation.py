@@ -74,18 +74,9 @@ def test_extrapolated_plan(kind):
 def test_transfers_of_one_line_are_one():
     def use(count, num_bytes, source="model.py:3"):
         sent = count * num_bytes * 1.75
+        cost = sent, sent / 1e9, 0.0
         return CollectiveUse(
-            "all-reduce",
-            num_bytes,
-            count,
-            ("data",),
-            "ici",
-            False,
-            source,
-            "",
-            sent,
-            sent / 1e9,
-            0.0,
+            "all-reduce", num_bytes, count, ("data",), "ici", False, source, "", *cost
         )
 
     (found,) = extrapolation.extrapolate_collectives([use(4, 10)], [use(5, 10), use(1, 10)], 9)

@@ -136,6 +136,7 @@ def test_a_pmap_keeps_its_devices():
     assert plan.model_flops == 8 * 2 * 4**3
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_step_that_asks_jax_for_devices_sees_the_slice():
     """Otherwise `pmap` finds one CPU, and a step takes its path for CPUs."""
@@ -170,6 +171,7 @@ def of_own_mesh(jit, mesh):
     return jit(step)
 
 
+@pytest.mark.slow
 @pytest.mark.libtpu
 @pytest.mark.parametrize(
     "jit",

@@ -139,17 +139,7 @@ def collectives() -> tuple[CollectiveUse, ...]:
         gather(80, 226_000_000),
         gather(40, 226_000_000),
         CollectiveUse(
-            "reduce-scatter",
-            226_000_000,
-            120,
-            ("fsdp",),
-            "ici",
-            False,
-            None,
-            "",
-            27e9,
-            0.36,
-            0.36,
+            "reduce-scatter", 226_000_000, 120, ("fsdp",), "ici", False, None, "", 27e9, 0.36, 0.36
         ),
         CollectiveUse(
             "all-reduce",

@@ -162,6 +162,7 @@ def _with_own_mesh(candidate):
     return None, jax.jit(step, in_shardings=shardings, donate_argnums=0), arrays
 
 
+@pytest.mark.slow
 def test_steps_of_plain_jax_are_ranked_like_their_plans():
     how = {"geometries": [{}, {"fsdp": 8}, {"fsdp": 2}], "remat": ["none"]}
     result = planner.search(_with_specs, "v5e-8", **how)
