@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tpudist.cli.console import hide_home, print_message
-from tpudist.cli.errors import WrongUse
+from tpudist.cli.errors import WrongUse, as_wrong_use
 from tpudist.planner import calibration
 from tpudist.planner.calibration import Calibration
 
@@ -36,11 +36,9 @@ def find_calibration(
         path = calibration.user_file(generation)
         if not path.exists():
             return None
-    try:
+    with as_wrong_use(OSError, ValueError):
         found = calibration.read_calibration(path, generation)
         if to_keep is not None:
             kept = hide_home(str(calibration.write_user_file(found)))
             print_message(f"Rates of {found.describe()}. Kept in {kept} for later plans.")
         return found
-    except (OSError, ValueError) as error:
-        raise WrongUse(str(error)) from error

@@ -11,7 +11,7 @@ import tyro
 
 from tpudist.cli import installed_versions, option_types
 from tpudist.cli.console import print_message, print_parts, print_text
-from tpudist.cli.errors import WrongUse
+from tpudist.cli.errors import WrongUse, as_wrong_use
 
 EPILOG = """
 examples:
@@ -60,10 +60,8 @@ def run(options: Options) -> int:
     from tpudist.goodput.diagnosis import diagnose
     from tpudist.goodput.run_history import NoRecords, read_run
 
-    try:
+    with as_wrong_use(NoRecords):
         diagnosis = diagnose(read_run(options.run))
-    except NoRecords as error:
-        raise WrongUse(str(error)) from error
     print_parts(*describe_diagnosis(diagnosis))
     return 0
 
@@ -98,10 +96,8 @@ def _by_flag(options: Options) -> dict[str, Any]:
 def _num_emulated(options: Options) -> int | None:
     from tpudist.xla import emulation
 
-    try:
+    with as_wrong_use(ValueError):
         return options.emulate or emulation.devices_of_environment()
-    except ValueError as error:
-        raise WrongUse(str(error)) from error
 
 
 def _check_accelerator(options: Options) -> int:

@@ -12,6 +12,15 @@ class WrongUse(Exception):
 
 
 @contextmanager
+def as_wrong_use(*errors: type[Exception]) -> Iterator[None]:
+    """Turns errors of these classes into the error of commands, with the same message."""
+    try:
+        yield
+    except errors as error:
+        raise WrongUse(str(error)) from error
+
+
+@contextmanager
 def explain_write_errors() -> Iterator[None]:
     """Turns errors of writing files into one message.
 

@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 from tpudist.cli import console, option_types
-from tpudist.cli.errors import WrongUse
+from tpudist.cli.errors import WrongUse, as_wrong_use
 from tpudist.options.member_names import format_members
 
 EPILOG = """
@@ -82,10 +82,8 @@ def run(options: Options) -> int:
     from tpudist.supervisor.launch import Launch
 
     _check_numbers(options)
-    try:
+    with as_wrong_use(ValueError):
         hang_timeout()
-    except ValueError as error:
-        raise WrongUse(str(error)) from None
     command = [*find_program(options.script), *options.arguments]
     if options.dry_run:
         return _print_commands(options)

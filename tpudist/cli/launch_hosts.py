@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from tpudist.cli.errors import WrongUse
+from tpudist.cli.errors import WrongUse, as_wrong_use
 from tpudist.cluster_resolver.slurm_lists import expand_hostlist
 from tpudist.cluster_resolver.tpu_hosts import find_slice_hosts
 from tpudist.supervisor.hosts import PORT, Hosts, find_this_host
@@ -98,10 +98,8 @@ def _hosts_of_slurm(env: Mapping[str, str]) -> tuple[list[str], int] | None:
 
 
 def _hosts_of_tpu() -> tuple[list[str], int] | None:
-    try:
+    with as_wrong_use(ValueError):
         slice_hosts = find_slice_hosts()
-    except ValueError as error:
-        raise WrongUse(str(error)) from None
     # libtpu's variable for runs over several slices.
     count = os.environ.get("MEGASCALE_NUM_SLICES", "1")
     if count not in ("", "1"):

@@ -16,7 +16,7 @@ from tpudist import planner
 from tpudist.cli import option_types, reference, user_step
 from tpudist.cli.calibration_choice import find_calibration
 from tpudist.cli.console import print_message, print_parts, print_text
-from tpudist.cli.errors import WrongUse, explain_write_errors
+from tpudist.cli.errors import WrongUse, as_wrong_use, explain_write_errors
 from tpudist.planner.layouts import first_pass, search_outcomes
 from tpudist.planner.layouts.layout_search import MakeStep
 from tpudist.planner.show.formats import format_error, format_seconds, plural
@@ -309,7 +309,7 @@ def _report_files(options: Options, save: bool = False) -> None:
 
 def check(options: Options) -> Slice:
     """Checks the options before anything is compiled; returns the slice."""
-    try:
+    with as_wrong_use(ValueError):
         slice_ = parse(options.topology)
         # The parts of --replica-axes become one text, because an axis must not occur twice among
         # them.
@@ -328,8 +328,6 @@ def check(options: Options) -> Slice:
         arguments.check_not_negative(
             {"compiles": options.compiles, "price-per-chip-hour": options.price_per_chip_hour}
         )
-    except ValueError as error:
-        raise WrongUse(str(error)) from error
     if math.isinf(options.time_budget or 0):
         raise WrongUse("--time-budget is inf. Pass a number of seconds, such as 86400 for a day.")
     # Last: the errors above are about single values, and these about options that exclude each

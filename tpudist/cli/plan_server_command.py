@@ -18,7 +18,7 @@ from tpudist import planner
 from tpudist.cli import option_types, reference
 from tpudist.cli.calibration_choice import find_calibration
 from tpudist.cli.console import print_message, print_parts, print_text
-from tpudist.cli.errors import WrongUse, explain_write_errors
+from tpudist.cli.errors import WrongUse, as_wrong_use, explain_write_errors
 from tpudist.cli.server_text import describe_server
 from tpudist.models import KVCache, Transformer, decode_step, prefill, quantize
 from tpudist.models.presets import make_transformer
@@ -86,10 +86,8 @@ class Options:
 def run(options: Options) -> int:
     """Plans, prints and writes the result; returns the exit code."""
     server = _Server(options)
-    try:
+    with as_wrong_use(ImportError, CompilerDied, TimeoutError, ValueError, RuntimeError):
         plan = server.plan()
-    except (ImportError, CompilerDied, TimeoutError, ValueError, RuntimeError) as error:
-        raise WrongUse(str(error)) from error
     if options.json == "-":
         print_text(plan.to_json())
     else:
@@ -123,7 +121,7 @@ class _Server:
 
     def __init__(self, options: Options):
         self._options = options
-        try:
+        with as_wrong_use(ValueError):
             slice_ = parse(options.topology)
             axes = arguments.parse_axes(",".join(options.replica_axes))
             logical_axes.refuse_other_axes(axes)
@@ -136,8 +134,6 @@ class _Server:
                     "slots": options.slots,
                 }
             )
-        except ValueError as error:
-            raise WrongUse(str(error)) from error
         sizes = reference.ReferenceOptions(**vars(options.model))
         config = reference.make_reference(sizes, slice_).config
         weights = "bfloat16" if options.weights == "int8" else options.weights

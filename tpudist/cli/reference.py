@@ -14,7 +14,7 @@ import optax
 
 from tpudist.cli import option_types
 from tpudist.cli.console import print_message
-from tpudist.cli.errors import WrongUse
+from tpudist.cli.errors import WrongUse, as_wrong_use
 from tpudist.gradients.optimizer import Optimizer
 from tpudist.models import next_token_loss
 from tpudist.models.presets import PRESETS, Preset, make_transformer
@@ -194,22 +194,18 @@ def make_reference(options: ReferenceOptions, slice_: Slice) -> Reference:
     chunk = preset.config.loss_chunk
     if options.loss_chunk == 0 or (options.loss_chunk is None and chunk and length % chunk):
         sizes["loss_chunk"] = None  # the chunk of the preset does not divide this length
-    try:
+    with as_wrong_use(ValueError):
         config = dataclasses.replace(preset.config, **sizes)
-    except ValueError as error:
-        raise WrongUse(str(error)) from error
     if options.global_batch is not None and options.batch_per_chip is not None:
         raise WrongUse(
             f"--global-batch {options.global_batch} and --batch-per-chip {options.batch_per_chip} "
             f"set the same size. Pass one of them."
         )
     sizes_of_batch = ("global_batch", "batch_per_chip", "sequence_length")
-    try:
+    with as_wrong_use(ValueError):
         arguments.check_positive(
             {name.replace("_", "-"): vars(options)[name] for name in sizes_of_batch}
         )
-    except ValueError as error:
-        raise WrongUse(str(error)) from error
     batch = options.global_batch
     if batch is None:
         per_chip = options.batch_per_chip
@@ -251,10 +247,8 @@ def _read_maxtext(options: ReferenceOptions, slice_: Slice) -> MaxTextStep:
     # MaxText's recipes give kernels more VMEM, which the options of some chips do, too.
     has_more = _VMEM_OPTION in options_for_chip(slice_.generation)
     largest_tile = None if has_more else splash_attention.BLOCK
-    try:
+    with as_wrong_use(ValueError, OSError):
         step = read_maxtext(options.maxtext, slice_.num_devices, slice_.num_slices, largest_tile)
-    except (ValueError, OSError) as error:
-        raise WrongUse(str(error)) from error
     if step.unmapped:
         print_message(f"These keys of MaxText are not mapped: {', '.join(step.unmapped)}.")
     return step
@@ -267,10 +261,8 @@ def _read_folder(options: ReferenceOptions) -> Preset:
             f"--preset {options.preset} and --hf {options.hf} both choose a model. Pass one."
         )
     assert options.hf is not None
-    try:
+    with as_wrong_use(ValueError, OSError):
         config, max_length, note = read_planned(options.hf)
-    except (ValueError, OSError) as error:
-        raise WrongUse(str(error)) from error
     if note:
         print_message(f"{options.hf / 'config.json'}: {note}.")
     config = dataclasses.replace(config, remat="full", loss_chunk=1024)

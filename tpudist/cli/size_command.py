@@ -15,7 +15,7 @@ import tyro
 
 from tpudist.cli import option_types, reference, user_step
 from tpudist.cli.console import print_message, print_parts, print_text
-from tpudist.cli.errors import WrongUse, explain_write_errors
+from tpudist.cli.errors import WrongUse, as_wrong_use, explain_write_errors
 from tpudist.display.text_tables import Column, TextTable
 from tpudist.planner.layouts import size_questions
 from tpudist.planner.layouts.size_questions import Choice, Sizer, Sizing
@@ -122,7 +122,7 @@ def run(options: Options) -> int:
 
 def _check(options: Options) -> tuple[list[str], dict[str, float]]:
     """Returns the slices and the prices."""
-    try:
+    with as_wrong_use(ValueError):
         names: list[str] = []
         for word in options.topologies:
             names += [word] if ":" in word or "-" in word else slices.usual_slices(word)
@@ -137,8 +137,6 @@ def _check(options: Options) -> tuple[list[str], dict[str, float]]:
                 "tokens-per-row": options.tokens_per_row,
             }
         )
-    except ValueError as error:
-        raise WrongUse(str(error)) from error
     if options.question == "largest-batch" and len(parsed) != 1:
         raise WrongUse("largest-batch is for one slice: pass one, such as --topologies v5e-64.")
     is_cheapest = options.question == "cheapest"
