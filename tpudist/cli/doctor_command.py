@@ -27,7 +27,9 @@ exit codes: 0 all checks passed, 1 a check failed, 2 wrong use
 class Options:
     """Check this machine or its accelerators, or explain the time of a run."""
 
-    run: Annotated[tyro.conf.Positional[str | None], option_types.named(metavar="[RUN]")] = None
+    run: Annotated[tyro.conf.Positional[str | None], option_types.value_name(metavar="[RUN]")] = (
+        None
+    )
     """Folder of a run with records of tpudist.record_goodput (default: check this machine)."""
     accelerator: tyro.conf.FlagCreatePairsOff[bool] = False
     """Check numbers and measure speed on the devices of this host; write a report."""

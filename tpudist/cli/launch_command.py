@@ -44,11 +44,11 @@ class Options:
     """Number of emulated devices per process (default: the devices of the host)."""
     restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Number of restarts after a lost process; with survive(), of replacements."""
-    hosts: Annotated[str | None, option_types.named(metavar="HOST[,HOST...]")] = None
+    hosts: Annotated[str | None, option_types.value_name(metavar="HOST[,HOST...]")] = None
     """Hosts; run the same command on each (default: Slurm step, TPU slice, or this host)."""
-    host_index: Annotated[int | None, option_types.named(metavar="I")] = None
+    host_index: Annotated[int | None, option_types.value_name(metavar="I")] = None
     """Index of this host in --hosts, from 0 (default: found by its addresses)."""
-    port: Annotated[int | None, option_types.named(metavar="PORT")] = None
+    port: Annotated[int | None, option_types.value_name(metavar="PORT")] = None
     """First port to use, one per process, for rendezvous on the first host (default: 8470)."""
     spares: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """Number of standby processes that replace lost ones; needs experimental.survive."""

@@ -59,15 +59,15 @@ class Options:
     """Number of parts of a batch, computed one after the other; several with --search."""
     search: tyro.conf.FlagCreatePairsOff[bool] = False
     """Estimate several layouts, compile the most promising ones, and rank them."""
-    geometries: Annotated[tuple[str, ...], option_types.named(metavar="[AXES ...]")] = ()
+    geometries: Annotated[tuple[str, ...], option_types.value_name(metavar="[AXES ...]")] = ()
     """With --search: axes to try, such as fsdp=16 fsdp=8,tensor=2 none (default: powers of two)."""
     compiles: option_types.Count = None
     """With --search: number of layouts to compile, the most promising first (default: all)."""
-    time_budget: Annotated[float | None, option_types.named(metavar="SECONDS")] = None
+    time_budget: Annotated[float | None, option_types.value_name(metavar="SECONDS")] = None
     """With --search: time limit (default: 600)."""
     steps: option_types.Count = None
     """Number of steps of a run; shows its chip-hours."""
-    price_per_chip_hour: Annotated[float | None, option_types.named(metavar="PRICE")] = None
+    price_per_chip_hour: Annotated[float | None, option_types.value_name(metavar="PRICE")] = None
     """Your price of one chip for one hour; with --steps, shows the cost of the run."""
     tokens_per_step: option_types.Count = None
     """For your own step: tokens of all replicas in a step; shows tokens per second."""
@@ -77,7 +77,7 @@ class Options:
     """Write the plan as an HTML page."""
     chart: option_types.File = None
     """Draw the plan to this file (.png, .svg or .pdf; needs matplotlib)."""
-    save: Annotated[Path | None, option_types.named(metavar="FOLDER")] = None
+    save: Annotated[Path | None, option_types.value_name(metavar="FOLDER")] = None
     """Save the compiled program, for Strategy.load_plan on the slice."""
     calibration: option_types.FileName = None
     """Doctor's report or trace with rates, or "published" (default: the rates that you kept)."""

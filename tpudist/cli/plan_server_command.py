@@ -56,9 +56,9 @@ class Options:
 
     topology: option_types.Slice
     """TPU slice, such as v5e-8; see tpudist topologies."""
-    prompt_length: Annotated[int, option_types.named(metavar="N")] = 1024
+    prompt_length: Annotated[int, option_types.value_name(metavar="N")] = 1024
     """Tokens of a prompt (default: 1024)."""
-    output_length: Annotated[int, option_types.named(metavar="N")] = 1024
+    output_length: Annotated[int, option_types.value_name(metavar="N")] = 1024
     """Tokens of an answer (default: 1024)."""
     sequences: option_types.Count = None
     """Sequences of all chips together that are continued at a time (default: for 90% of memory)."""

@@ -54,7 +54,7 @@ class ModelOptions:
         "dense-32b",
     ] = "tiny"
     """Sizes of the model; tiny is the model of scripts/train.py."""
-    hf: Annotated[Path | None, option_types.named(metavar="FOLDER")] = None
+    hf: Annotated[Path | None, option_types.value_name(metavar="FOLDER")] = None
     """Folder with a config.json, in place of a preset; weights are not needed."""
     num_layers: option_types.Count = None
     """Number of blocks."""
@@ -74,7 +74,7 @@ class ModelOptions:
     """Number of experts per block; 0 for a plain MLP."""
     expert_method: Literal["dispatch", "grouped"] | None = None
     """Experts by an einsum over slots, or by grouped products without dropped tokens."""
-    expert_capacity: Annotated[float | None, option_types.named(metavar="FACTOR")] = None
+    expert_capacity: Annotated[float | None, option_types.value_name(metavar="FACTOR")] = None
     """Slots of an expert, as a multiple of its equal share of the tokens."""
     attention: Literal["auto", "dot_product", "splash", "ring"] | None = None
     """Attention algorithm; auto is Splash attention on TPUs."""
@@ -86,7 +86,9 @@ class ModelOptions:
 class ReferenceOptions(ModelOptions):
     """The reference transformer, planned if no STEP is passed. Defaults come from the preset."""
 
-    maxtext: Annotated[tuple[str, ...], option_types.named(metavar="[FILE [KEY=VALUE ...]]")] = ()
+    maxtext: Annotated[
+        tuple[str, ...], option_types.value_name(metavar="[FILE [KEY=VALUE ...]]")
+    ] = ()
     """MaxText's base.yml and overrides, in place of a preset."""
     batch_per_chip: option_types.Count = None
     """Sequences per chip."""

@@ -34,7 +34,7 @@ class Options:
     """Number of emulated CPU devices (default: use the devices of this host)."""
     verify: tyro.conf.FlagCreatePairsOff[bool] = False
     """Compare each step with one device at its first call; stop if it differs."""
-    goodput: Annotated[str | None, option_types.named(metavar="FOLDER")] = None
+    goodput: Annotated[str | None, option_types.value_name(metavar="FOLDER")] = None
     """Folder for records of the time, for tpudist doctor (default: no records)."""
 
 

@@ -54,11 +54,11 @@ class Options:
     """Slices, such as v5e-64, or generations, such as v5e, for their slices up to 256 chips."""
     step: option_types.Step = None
     """Your step: my_module:make_step, which uses candidate.batch (default: a transformer)."""
-    tokens: Annotated[float | None, option_types.named(metavar="N")] = None
+    tokens: Annotated[float | None, option_types.value_name(metavar="N")] = None
     """Tokens of the run, for cheapest."""
-    days: Annotated[float | None, option_types.named(metavar="N")] = None
+    days: Annotated[float | None, option_types.value_name(metavar="N")] = None
     """Days that the run may take, for cheapest."""
-    prices: Annotated[tuple[str, ...], option_types.named(metavar="[CHIP=PRICE ...]")] = ()
+    prices: Annotated[tuple[str, ...], option_types.value_name(metavar="[CHIP=PRICE ...]")] = ()
     """Your price of a chip for one hour, for cheapest: v5e=1.2 (default: count chip-hours)."""
     remat: option_types.Policies = ("none", "full")
     """Rematerialization policies to try."""

@@ -33,7 +33,7 @@ class Options:
 
     sources: tyro.conf.FlagCreatePairsOff[bool] = False
     """Show the source of each figure."""
-    only: Annotated[str | None, option_types.named(metavar="GENERATION")] = None
+    only: Annotated[str | None, option_types.value_name(metavar="GENERATION")] = None
     """Generation to show, such as v5e (default: all)."""
 
 
