@@ -4,9 +4,10 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+from jax.ref import AbstractRef
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpudist.keras.method_program import MethodProgram
@@ -20,7 +21,10 @@ from tpudist.xla.compiler.only_call import jit_only_call
 from tpudist.xla.compiler.visible_devices import means_absent_devices
 from tpudist.xla.estimate.memory import InputLeaf
 
+_T = TypeVar("_T")
 Step = Callable[..., Any] | jax.stages.Traced | jax.stages.Lowered
+Argnums = tuple[int | Sequence[int], int | Sequence[int]]
+"""Numbers of the donated arguments, and of the static ones."""
 _JITTED = type(jax.jit(lambda: None))  # JAX does not name the class
 _NUMBERS = (bool, int, float, complex)
 DEVICES_RULE = (
@@ -131,7 +135,7 @@ def lower_method(program: MethodProgram, call: PlacedCall) -> LoweredCall:
         return LoweredCall(program.name, traced.lower(), traced.jaxpr, leaves)
 
 
-def require_no_argnums(step: str, argnums: tuple[int | Sequence[int], int | Sequence[int]]) -> None:
+def require_no_argnums(step: str, argnums: Argnums) -> None:
     """Raises `ValueError` for `donate_argnums` and `static_argnums` of a step that has its own."""
     for option, numbers in zip(("donate_argnums", "static_argnums"), argnums, strict=True):
         if numbers not in ((), []):
@@ -141,62 +145,95 @@ def require_no_argnums(step: str, argnums: tuple[int | Sequence[int], int | Sequ
             )
 
 
-def lower_call(
-    step: Callable[..., Any],
-    call: PlacedCall,
-    donate_argnums: int | Sequence[int],
-    static_argnums: int | Sequence[int],
-) -> LoweredCall:
+def lower_call(step: Callable[..., Any], call: PlacedCall, argnums: Argnums) -> LoweredCall:
     """Lowers a step for the arguments of a call.
+
+    Args:
+        step: The step.
+        call: Arguments of the step.
+        argnums: Numbers of the donated and of the static arguments.
 
     Raises:
         OtherDevices: If the step and its arguments are on different devices.
-        ValueError: If the step is jitted already, and `donate_argnums` or `static_argnums` are
-            passed.
+        ValueError: If the step is jitted already, and `argnums` are passed.
     """
+    return read_step(_lower_jitted, step, call, argnums)
+
+
+def read_step(
+    read: Callable[["JittedCall"], _T], step: Callable[..., Any], call: PlacedCall, argnums: Argnums
+) -> _T:
+    """Returns what `read` returns for a step that is jitted; raises the errors of `lower_call`."""
     try:
-        return _lower_inside(call, step, donate_argnums, static_argnums)
+        return _read_inside(read, step, call, argnums)
     except ValueError as error:
         if call.outside_mesh is None or _CONSTRAINT not in str(error):
             raise
     outside = dataclasses.replace(call, surroundings=call.outside_mesh)
-    return _lower_inside(outside, step, donate_argnums, static_argnums)
+    return _read_inside(read, step, outside, argnums)
 
 
-def _lower_inside(
-    call: PlacedCall,
-    step: Callable[..., Any],
-    donate_argnums: int | Sequence[int],
-    static_argnums: int | Sequence[int],
-) -> LoweredCall:
-    """Lowers a step in the surroundings of a call."""
+@dataclasses.dataclass(frozen=True)
+class JittedCall:
+    """A call of a step that is jitted.
+
+    Attributes:
+        name: Name of the step.
+        jitted: Function of `jax.jit` or of another library.
+        call: Arguments of the step.
+        argnums: Numbers of the donated and of the static arguments, if it was jitted here.
+        is_own: Whether the user has jitted the step.
+    """
+
+    name: str
+    jitted: Any
+    call: PlacedCall
+    argnums: Argnums
+    is_own: bool
+
+    @property
+    def may_be_wrapper(self) -> bool:
+        """Whether the step may be a function that only calls a jitted one, which decides more."""
+        return not self.is_own and self.argnums[0] in ((), [])
+
+    def trace_arrays(self) -> tuple[jax.stages.Traced, list[jax.Array]]:
+        """Traces the step as a function of its arrays; also returns these."""
+        call = self.call
+        leaves, treedef = jax.tree.flatten((call.args, call.kwargs))
+        places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | AbstractRef)]
+
+        def call_with(arrays: list[jax.Array]) -> list[jax.Array]:
+            full = list(leaves)
+            for i, x in zip(places, arrays, strict=True):
+                full[i] = x
+            args, kwargs = nnx_contents.share_variables(
+                (call.args, call.kwargs), treedef.unflatten(full)
+            )
+            # The step may change objects in place, which are results, too.
+            results = self.jitted(*args, **kwargs), args, kwargs
+            return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
+
+        arrays = [leaves[i] for i in places]
+        return jax.jit(call_with).trace(arrays), arrays
+
+
+def _read_inside(
+    read: Callable[[JittedCall], _T], step: Callable[..., Any], call: PlacedCall, argnums: Argnums
+) -> _T:
+    """Reads a step in the surroundings of a call."""
     jitted: Any = step
-    has_own_lower = hasattr(step, "lower")
-    if has_own_lower:
-        require_no_argnums("a step that is jitted already", (donate_argnums, static_argnums))
+    is_own = hasattr(step, "lower")
+    if is_own:
+        require_no_argnums("a step that is jitted already", argnums)
     if inspect.ismethod(step) and isinstance(step.__func__, _JITTED):
         # A bound method has the `lower` of its function, which must receive the object.
         jitted, call = step.__func__, dataclasses.replace(call, args=(step.__self__, *call.args))
-    elif not has_own_lower:
-        jitted = jax.jit(step, donate_argnums=donate_argnums, static_argnums=static_argnums)
+    elif not is_own:
+        jitted = jax.jit(step, donate_argnums=argnums[0], static_argnums=argnums[1])
     name = descriptions.name_of(step)
     with call.surroundings():
         try:
-            if isinstance(jitted, _JITTED):
-                traced = jitted.trace(*call.args, **call.kwargs)
-                is_own = has_own_lower or donate_argnums not in ((), [])
-                inner = None if is_own else jit_only_call(traced)
-                if inner is None:
-                    lowered = traced.lower(lowering_platforms=call.platforms)
-                    return LoweredCall(name, lowered, traced.jaxpr)
-                static = {static_argnums} if isinstance(static_argnums, int) else {*static_argnums}
-                args = tuple(x for i, x in enumerate(call.args) if i not in static)
-                traced = inner.trace(*jax.tree.leaves((args, call.kwargs)))
-                lowered = traced.lower(lowering_platforms=call.platforms)
-                return LoweredCall(name, lowered, traced.jaxpr, call.leaves)
-            if call.platforms is not None:
-                return _lower_wrapped(name, jitted, call)
-            lowered = jitted.lower(*call.args, **call.kwargs)
+            return read(JittedCall(name, jitted, call, argnums, is_own))
         except ValueError as error:
             if any(problem in str(error) for problem in _OTHER_DEVICES):
                 raise OtherDevices(f"{error}\n{DEVICES_RULE}") from error
@@ -213,13 +250,32 @@ def _lower_inside(
             ) from error
         except (TypeError, IndexError) as error:  # also those of JAX about values of arrays
             text = call.name_inputs(str(error))
-            advice = "" if has_own_lower else _advise_on_numbers(text, call)
+            advice = "" if is_own else _advise_on_numbers(text, call)
             error.args = (f"{text}{advice}", *error.args[1:])
             raise
-        # Equinox and Flax wrap the program of JAX.
-        lowered = lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
-        closed = _trace_wrapped(jitted, call).jaxpr
-        return LoweredCall(name, lowered, closed, call.leaves, call.num_first)
+
+
+def _lower_jitted(step: JittedCall) -> LoweredCall:
+    name, jitted, call = step.name, step.jitted, step.call
+    if isinstance(jitted, _JITTED):
+        traced = jitted.trace(*call.args, **call.kwargs)
+        inner = jit_only_call(traced) if step.may_be_wrapper else None
+        if inner is None:
+            lowered = traced.lower(lowering_platforms=call.platforms)
+            return LoweredCall(name, lowered, traced.jaxpr)
+        static_argnums = step.argnums[1]
+        static = {static_argnums} if isinstance(static_argnums, int) else {*static_argnums}
+        args = tuple(x for i, x in enumerate(call.args) if i not in static)
+        traced = inner.trace(*jax.tree.leaves((args, call.kwargs)))
+        lowered = traced.lower(lowering_platforms=call.platforms)
+        return LoweredCall(name, lowered, traced.jaxpr, call.leaves)
+    if call.platforms is not None:
+        return _lower_wrapped(step)
+    lowered = jitted.lower(*call.args, **call.kwargs)
+    # Equinox and Flax wrap the program of JAX.
+    lowered = lowered if isinstance(lowered, jax.stages.Lowered) else lowered.lowered
+    closed = step.trace_arrays()[0].jaxpr
+    return LoweredCall(name, lowered, closed, call.leaves, call.num_first)
 
 
 def _advise_on_numbers(text: str, call: PlacedCall) -> str:
@@ -247,31 +303,12 @@ def _names(text: str, name: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
 
 
-def _lower_wrapped(name: str, step: Callable[..., Any], call: PlacedCall) -> LoweredCall:
+def _lower_wrapped(step: JittedCall) -> LoweredCall:
     """Lowers a step whose own `lower` cannot do so for other platforms."""
-    inner = jit_only_call(_trace_wrapped(step, call))
+    outer, arrays = step.trace_arrays()
+    inner = jit_only_call(outer)
     if inner is None:
-        raise OtherDevices(f"{name} is on devices of this machine. {DEVICES_RULE}")
-    arrays = [x for x in jax.tree.leaves((call.args, call.kwargs)) if isinstance(x, jax.Array)]
+        raise OtherDevices(f"{step.name} is on devices of this machine. {DEVICES_RULE}")
     traced = inner.trace(*arrays)
-    lowered = traced.lower(lowering_platforms=call.platforms)
-    return LoweredCall(name, lowered, traced.jaxpr, call.leaves)
-
-
-def _trace_wrapped(step: Callable[..., Any], call: PlacedCall) -> jax.stages.Traced:
-    """Traces a step of another library as a function of its arrays."""
-    leaves, treedef = jax.tree.flatten((call.args, call.kwargs))
-    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array)]
-
-    def call_with(arrays: list[jax.Array]) -> list[jax.Array]:
-        full = list(leaves)
-        for i, x in zip(places, arrays, strict=True):
-            full[i] = x
-        args, kwargs = nnx_contents.share_variables(
-            (call.args, call.kwargs), treedef.unflatten(full)
-        )
-        # The step may change objects in place, which are results, too.
-        results = step(*args, **kwargs), args, kwargs
-        return [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
-
-    return jax.jit(call_with).trace([leaves[i] for i in places])
+    lowered = traced.lower(lowering_platforms=step.call.platforms)
+    return LoweredCall(step.name, lowered, traced.jaxpr, step.call.leaves)

@@ -10,7 +10,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -20,9 +20,10 @@ from tpudist.keras import keras_scope
 from tpudist.keras.method_program import MethodProgram
 from tpudist.planner import figure_checks, plan_builder
 from tpudist.planner.calibration import Calibration, read_calibration
-from tpudist.planner.plain_placement import MeshLike, Placement
+from tpudist.planner.plain_placement import MeshLike, PlacedCall, Placement
 from tpudist.planner.plain_program import (
     DEVICES_RULE,
+    Argnums,
     LoweredCall,
     OtherDevices,
     Step,
@@ -33,12 +34,14 @@ from tpudist.planner.plain_program import (
 )
 from tpudist.planner.plan_record import Plan
 from tpudist.planner.show.progress import Progress, show_progress
+from tpudist.planner.traced_call import TracedCall, trace_call, trace_lowered
 from tpudist.programs import jaxprs
 from tpudist.xla.compiler import compiler_process, lowered_program
 from tpudist.xla.compiler.visible_devices import means_absent_devices
 from tpudist.xla.estimate.sizes import format_bytes
 from tpudist.xla.hardware import slices
 
+_Call = TypeVar("_Call", LoweredCall, TracedCall)
 _NOTED_CONSTANT_BYTES = 2**20
 _RULE_OF_LOWERED = (
     "A lowered program keeps its kind of devices. Pass the function, or what its `trace` returns; "
@@ -143,7 +146,19 @@ def plan(
         return _plan_call(lowered, request, report, time.monotonic() - started)
 
 
-def lower_step(
+def lower_step(step: Step, args: tuple, **options: Any) -> LoweredCall:
+    """Lowers a step, with the options and the errors of `plan`."""
+    return _read_step(lower_call, lambda call: call, step, args, **options)
+
+
+def trace_step(step: Step, args: tuple, **options: Any) -> TracedCall:
+    """Traces a step for its estimate, with the options and the errors of `plan`."""
+    return _read_step(trace_call, trace_lowered, step, args, **options)
+
+
+def _read_step(
+    read: Callable[[Callable[..., Any], PlacedCall, Argnums], _Call],
+    read_lowered: Callable[[LoweredCall], _Call],
     step: Step,
     args: tuple,
     *,
@@ -153,8 +168,7 @@ def lower_step(
     in_shardings: PyTree = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-) -> LoweredCall:
-    """Lowers a step for its arguments; raises what `plan` raises."""
+) -> _Call:
     argnums = donate_argnums, static_argnums
     if isinstance(step, jax.stages.Lowered | jax.stages.Traced):
         if args or kwargs or mesh is not None or in_shardings is not None:
@@ -163,7 +177,7 @@ def lower_step(
                 "its shapes and shardings: pass it alone, or pass the function instead of it."
             )
         require_no_argnums("a lowered program", argnums)
-        return lower_program(step, Placement(topology, None))
+        return read_lowered(lower_program(step, Placement(topology, None)))
     if not callable(step):
         raise TypeError(
             f"planner.plan received {step!r}, a {type(step).__name__}. Pass a function of JAX "
@@ -171,7 +185,8 @@ def lower_step(
             "strategy.plan."
         )
     _check_positional(step, args, kwargs or {})
-    return _lower_placed(step, (args, dict(kwargs or {}), in_shardings), topology, mesh, argnums)
+    values = args, dict(kwargs or {}), in_shardings
+    return _read_placed(lambda call: read(step, call, argnums), step, values, topology, mesh)
 
 
 def _check_positional(step: Callable[..., Any], args: tuple, kwargs: Mapping[str, PyTree]) -> None:
@@ -192,25 +207,25 @@ def _check_positional(step: Callable[..., Any], args: tuple, kwargs: Mapping[str
         ) from error
 
 
-def _lower_placed(
+def _read_placed(
+    read: Callable[[PlacedCall], _Call],
     step: Callable[..., Any],
     values: tuple[tuple, dict[str, Any], PyTree],
     topology: str | None,
     mesh: MeshLike | None,
-    argnums: tuple[int | Sequence[int], int | Sequence[int]],
-) -> LoweredCall:
+) -> _Call:
     for computes in (False, True):
         placement = Placement(topology, mesh, computes)
         try:
-            lowered = lower_call(step, placement.place(step, *values), *argnums)
+            call = read(placement.place(step, *values))
         except OtherDevices as error:
             if topology is None:
                 raise
             if not means_absent_devices(error):
                 break
         else:
-            if placement.has_devices(lowered.mesh):
-                return lowered
+            if call.mesh is None or placement.has_devices(call.mesh):
+                return call
             break
     # The mesh of the step has devices of this machine, which may be emulated. The program names
     # only its axes, so it is lowered for them, and compiled for as many devices of the slice.
@@ -219,9 +234,10 @@ def _lower_placed(
             f"planner.plan received mesh={dict(mesh)!r}, but the step has a mesh of its own. Omit "
             "mesh, and specs in in_shardings."
         )
-    call = Placement(None, mesh).place(step, *values)
-    lowered = lower_call(step, placement.lower_elsewhere(call), *argnums)
-    return dataclasses.replace(lowered, slice_mesh=placement.mesh_like(lowered.mesh))
+    own = Placement(None, mesh).place(step, *values)
+    call = read(placement.lower_elsewhere(own))
+    own_mesh = None if call.mesh is None else placement.mesh_like(call.mesh)
+    return dataclasses.replace(call, slice_mesh=own_mesh)
 
 
 def plan_method(

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
 from tpudist.planner import plain_step
-from tpudist.planner.plain_program import LoweredCall
 from tpudist.planner.roofline import hints, operation_blocks
 from tpudist.planner.roofline.operation_blocks import StepProgram
 from tpudist.planner.roofline.sharded_value import Axes
-from tpudist.xla.compiler import lowered_program
+from tpudist.planner.traced_call import TracedCall
 
 
 def plan_options(candidate: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,29 +45,25 @@ def trace(
     """
     names = ("kwargs", "topology", "mesh", "in_shardings", "donate_argnums", "static_argnums")
     given = plan_options(candidate, options)
-    call = plain_step.lower_step(step, args, **{k: given[k] for k in names if k in given})
-    return _read(call), call.mesh
+    call = plain_step.trace_step(step, args, **{k: given[k] for k in names if k in given})
+    mesh = call.mesh or Mesh(np.array(candidate.devices[:1]), ("devices",))
+    return _read(call, mesh), mesh
 
 
-def _read(call: LoweredCall) -> StepProgram:
-    if call.closed is None:
-        raise ValueError(f"The operations of {call.name} are not known.")
-    jaxpr = call.closed.jaxpr
+def _read(call: TracedCall, mesh: Mesh) -> StepProgram:
+    jaxpr, block = call.closed.jaxpr, operation_blocks.read(call.closed)
     arrays = [x.aval for x in jaxpr.invars]
-    axes = [hints.axes_of_spec((), len(x.shape)) for x in arrays]
+    axes = [_axes_of(x, len(a.shape)) for x, a in zip(call.shardings, arrays, strict=True)]
     donated = collections.defaultdict[Any, list[int]](list)
-    for x in lowered_program.inputs_of(call.lowered):
-        if x.number >= len(arrays) or arrays[x.number].shape != x.shape:
-            raise ValueError(f"The program of {call.name} has other inputs than its trace.")
-        axes[x.number] = _axes_of(x.sharding, len(x.shape))
-        if x.donated:
-            donated[x.shape, x.dtype].append(x.number)
+    for i, (array, number) in enumerate(zip(arrays, block.inputs, strict=True)):
+        if call.donated[i] and block.num_uses[number]:  # JAX drops unused inputs
+            donated[array.shape, array.dtype].append(i)
     replaced = []
     for x in jaxpr.outvars:  # JAX gives a donated input to the first result of its shape, too
         places = donated[x.aval.shape, x.aval.dtype]
         replaced.append(places.pop(0) if places else None)
-    sizes = {str(name): size for name, size in call.mesh.shape.items()}
-    return StepProgram(operation_blocks.read(call.closed), tuple(axes), tuple(replaced), sizes)
+    sizes = {str(name): size for name, size in mesh.shape.items()}
+    return StepProgram(block, tuple(axes), tuple(replaced), sizes)
 
 
 def _axes_of(sharding: Sharding | None, rank: int) -> Axes:
