@@ -1,5 +1,6 @@
 """The time and the memory of one device during a walk over a program."""
 
+import abc
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
@@ -34,7 +35,8 @@ class Cost:
         after_s: The same after the loop whose body this is.
         flops: Operations of products.
         hbm_bytes: Bytes to and from HBM.
-        peak_bytes: Memory at the peak, without the inputs.
+        peak_bytes: Memory of HBM at the peak, without the inputs.
+        total_bytes: The same with the values in the on-chip memory.
         sums: Bytes of small sums, by their axes and the number of sums before them.
     """
 
@@ -45,6 +47,7 @@ class Cost:
     flops: float = 0.0
     hbm_bytes: float = 0.0
     peak_bytes: float = 0.0
+    total_bytes: float = 0.0
     sums: dict[tuple[frozenset[str], int], float] = dataclasses.field(default_factory=dict)
 
     @property
@@ -61,7 +64,7 @@ class Cost:
         self.hbm_bytes += times * share * inner.hbm_bytes
 
 
-class DeviceAccount:
+class DeviceAccount(abc.ABC):
     """The time, the bytes to and from HBM, and the memory of one device.
 
     Attributes:
@@ -74,12 +77,18 @@ class DeviceAccount:
         self.cost = Cost()
         self._live_bytes = 0.0
         self._made: list[Buffer] = []  # by the current operation
+        # Buffers that it computes elements into, with the operands whose memory they may take.
+        self._replaced: list[tuple[Buffer, list[Buffer]]] = []
         self._on_chip = OnChipMemory(network.chip.generation)
         self._products_s = 0.0  # so far
         self._written_at: dict[Buffer, float] = {}  # by `_products_s`
         self._sent: dict[Buffer, tuple[float, float]] = {}
 
     # Memory.
+
+    @abc.abstractmethod
+    def drop(self, number: int) -> None:
+        """Ends a value that no later operation uses."""
 
     def is_fused(self, value: Value) -> bool:
         """Returns whether a value is computed where it is read, and not in memory."""
@@ -106,8 +115,11 @@ class DeviceAccount:
         """Returns a part of a value, which reads only its own bytes."""
         for buffer in value.reads:
             buffer.users += 1
-        view = Buffer(like.num_bytes, parents=tuple(value.reads))
-        share = like.num_bytes / value.num_bytes if value.work and value.num_bytes else 0.0
+        share = like.num_bytes / value.num_bytes if value.num_bytes else 0.0
+        # A fused value may read other bytes than it has: those of another dtype, or of less rows.
+        is_stored = value.read_bytes == value.num_bytes
+        view_bytes = like.num_bytes if is_stored else share * value.read_bytes
+        view = Buffer(view_bytes, parents=tuple(value.reads))
         work = frozenset(Work(share * x.num_ops) for x in value.work)
         return dataclasses.replace(like, reads=frozenset((view,)), work=work)
 
@@ -122,7 +134,27 @@ class DeviceAccount:
 
     def mark_peak(self, extra: float = 0.0) -> None:
         """Notes the memory in use, with `extra` bytes."""
-        self.cost.peak_bytes = max(self.cost.peak_bytes, self._live_bytes + extra)
+        self._mark(self._live_bytes + extra, self._on_chip.spared_bytes)
+
+    def _mark(self, total: float, spared: float) -> None:
+        self.cost.total_bytes = max(self.cost.total_bytes, total)
+        self.cost.peak_bytes = max(self.cost.peak_bytes, total - spared)
+
+    def end_operation(self, last_uses: Iterable[int]) -> None:
+        """Ends the values that an operation is the last one to use, and notes its memory."""
+        live, spared = self._live_bytes, self._on_chip.spared_bytes
+        for number in last_uses:
+            self.drop(number)
+        for buffer in self._made:  # operands that only this operation needed
+            if not buffer.users:
+                self._free(buffer)
+        self._made.clear()
+        taken: set[Buffer] = set()
+        for written, operands in self._replaced:
+            free = (x for x in operands if not x.users and x not in taken)
+            taken |= {next(free, written)} - {written}
+        self._replaced.clear()
+        self._mark(live - sum(x.num_bytes for x in taken), spared)
 
     # Bytes and operations.
 
@@ -288,12 +320,16 @@ class DeviceAccount:
         traffic = self._read(value.reads.difference(merged), () if merged else value.work)
         result = self.new_value(value, is_live=is_live)
         (written,) = result.reads
+        alike = [x for x in value.reads if x.live_bytes == written.live_bytes > 0]
+        alike = [x for x in alike if x not in merged and not self._on_chip.spares(x)]
+        self._replaced.append((written, alike))
         if merged:
             traffic.hbm_bytes += self._on_chip.replace(merged[0], written)
             self._hide(traffic, merged)
         else:
             self._keep(traffic, written)
         self._spend(traffic)
+        written.last_pass = next(CLOCK)  # a loop over the result is part of this one
         for buffer in merged:
             self._free(buffer)
         return result

@@ -20,14 +20,16 @@ class OnChipMemory:
         capacity: Bytes for values.
         holds_all: Whether all values of the block are here, because those of its loop fit.
         hidden_bytes: Bytes that HBM wrote while a product computed the values.
+        spared_bytes: Memory in HBM that the values would have if they were not here.
     """
 
     def __init__(self, generation: str):
         self.capacity = max(0, _CAPACITY.get(generation, 0) - _SCOPED)
         self.holds_all = False
-        self._used = self.hidden_bytes = 0.0
-        # Bytes that HBM lacks of each value, and the part of them that HBM can write at no cost.
-        self._values: dict[Buffer, tuple[float, float]] = {}
+        self._used = self.hidden_bytes = self.spared_bytes = 0.0
+        # Bytes that HBM lacks of each value, the part of them that HBM can write at no cost, and
+        # the memory in HBM that the value does not need.
+        self._values: dict[Buffer, tuple[float, float, float]] = {}
 
     def has(self, buffer: Buffer) -> bool:
         """Returns whether a value, or what it is a part of, is in VMEM; this is a use of it."""
@@ -37,6 +39,10 @@ class OnChipMemory:
         if self.holds_all:
             return True
         return bool(buffer.parents) and all(map(self.has, buffer.parents))
+
+    def spares(self, buffer: Buffer) -> bool:
+        """Returns whether a value needs no memory in HBM."""
+        return self._values.get(buffer, (0.0, 0.0, 0.0))[2] > 0
 
     def has_room(self, num_bytes: float) -> bool:
         """Returns whether a value fits if all others leave."""
@@ -54,8 +60,11 @@ class OnChipMemory:
             return 0.0
         if not self.has_room(buffer.num_bytes):
             return unwritten
-        self._values[buffer] = unwritten, hidden
+        self.forget(buffer)
+        spared = min(unwritten, buffer.live_bytes)
+        self._values[buffer] = unwritten, hidden, spared
         self._used += buffer.num_bytes
+        self.spared_bytes += spared
         written = 0.0
         while self._used > self.capacity:
             written += self.remove(next(iter(self._values)))
@@ -65,13 +74,13 @@ class OnChipMemory:
         """Puts a value into the place of another one; returns the bytes that are written for it."""
         if buffer not in self._values:
             return 0.0
-        unwritten, hidden = self._values[buffer]
+        unwritten, hidden, _ = self._values[buffer]
         self.forget(buffer)
         return self.keep(by, by.num_bytes if unwritten else 0.0, hidden)
 
     def remove(self, buffer: Buffer) -> float:
         """Moves a value to HBM; returns the bytes that are written for it."""
-        unwritten, hidden = self._values.get(buffer, (0.0, 0.0))
+        unwritten, hidden, _ = self._values.get(buffer, (0.0, 0.0, 0.0))
         self.forget(buffer)
         self.hidden_bytes += min(unwritten, hidden)
         return max(0.0, unwritten - hidden)
@@ -82,5 +91,7 @@ class OnChipMemory:
 
     def forget(self, buffer: Buffer) -> None:
         """Removes a value that is no longer needed."""
-        if self._values.pop(buffer, None) is not None:
+        found = self._values.pop(buffer, None)
+        if found is not None:
             self._used -= buffer.num_bytes
+            self.spared_bytes -= found[2]

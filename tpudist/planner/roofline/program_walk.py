@@ -7,9 +7,10 @@ The rules, fixed before any comparison with compiled programs:
    (rule 3 of `instruction_time`). A value with several users is written first if that is less to
    read. A loop shares the pass of an earlier loop over the same value, or of the product that wrote
    it, unless it needs a value from after that pass (multi-output fusion). The product hides its
-   operations, and the bytes that HBM can move meanwhile. Operands of convolutions have their
-   padding (`operation_blocks`). A value that stays on the chip costs no bytes of HBM
-   (`on_chip_memory`), also in a loop if all its values fit.
+   operations, and the bytes that HBM can move meanwhile. A loop also contains the next loop over
+   what it writes. Operands and results of convolutions have the padding of their tiles
+   (`fills_lanes`). A value that stays on the chip costs no bytes of HBM (`on_chip_memory`), also
+   in a loop if all its values fit.
 2. A product (matrix multiplication, convolution, kernel) takes its operations at the rate of large
    products and the share of the matrix unit that it fills, or its bytes at the rate of HBM. The
    last operation on elements is part of it. Products of vectors are operations on elements.
@@ -28,8 +29,10 @@ The rules, fixed before any comparison with compiled programs:
    starts when its operand exists, and runs in parallel with the products until its result is read.
    Everything else is waited for, too. Sums of less than 1 MiB in a block start together, unless
    one needs the result of another.
-5. Memory contains the arguments, each value until its last use, and the results of loops. The
-   body of a loop adds its own peak.
+5. Memory contains the arguments, each value in HBM until its last use, and the results of loops.
+   An operation on elements writes into an operand of the same size that nothing else needs
+   (`CanShareOperandBufferWithUser` of XLA). The body of a loop adds its own peak, unless all its
+   values stay on the chip.
 """
 
 import collections
@@ -118,7 +121,7 @@ class Walk(ProductRules):
         )
         # The loop writes each row of a stack into it, and reads broadcast values from nothing.
         inputs = frozenset().union(*(x.reads for x in values))
-        num_bytes = sum(x.num_bytes for x in inputs) + on_device + body.cost.peak_bytes
+        num_bytes = sum(x.num_bytes for x in inputs) + on_device + body.cost.total_bytes
         num_bytes -= on_device / loop.length
         is_on_chip = self._on_chip.holds_all or num_bytes <= self._on_chip.capacity
         if is_on_chip and not self._on_chip.holds_all:
@@ -127,7 +130,8 @@ class Walk(ProductRules):
         elif not is_on_chip:
             self.leave_chip()
         self.wait()
-        self.mark_peak(on_device + body.cost.peak_bytes)
+        if not is_on_chip:
+            self.mark_peak(on_device + body.cost.peak_bytes)
         self.cost.add(body.cost, loop.length)
         results = [self.new_value(x) for x in outputs[: loop.num_carry]]
         results += [

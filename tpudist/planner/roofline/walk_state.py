@@ -25,7 +25,7 @@ _SMALL_SUM = 2**20  # bytes (rule 4)
 _MIN_SAVING = 1.5  # rule 1: sources of a value with several users over its own bytes
 
 
-class WalkState(DeviceAccount, abc.ABC):
+class WalkState(DeviceAccount):
     """The walk over one block; `program_walk.Walk` has the rules of the operations.
 
     Attributes:
@@ -91,13 +91,7 @@ class WalkState(DeviceAccount, abc.ABC):
                 value.is_state = is_state
                 value.num_sums = max(value.num_sums, self._num_sums)
                 self._store(number, value)
-            self.mark_peak()
-            for number in operation.last_uses:
-                self._drop(number)
-            for buffer in self._made:  # operands that only this operation needed
-                if not buffer.users:
-                    self._free(buffer)
-            self._made.clear()
+            self.end_operation(operation.last_uses)
         return self._finish(wanted, in_place)
 
     @abc.abstractmethod
@@ -164,7 +158,8 @@ class WalkState(DeviceAccount, abc.ABC):
         if before is not None:
             self._release(before)
 
-    def _drop(self, number: int) -> None:
+    def drop(self, number: int) -> None:
+        """Ends a value that no later operation uses."""
         value, self.values[number] = self.values[number], None
         if value is not None:
             self._release(value)
