@@ -73,6 +73,7 @@ def test_a_small_value_between_products_stays_on_the_chip(topology, rows, is_on_
     whole = 2 * rows * (WIDTH + 64) + 2 * 2 * 64 * WIDTH  # arguments and result
     if is_on_chip:
         assert found.hbm_bytes <= whole
+        assert found.peak_bytes <= whole
     else:
         assert found.hbm_bytes >= whole + 2 * 2 * rows * WIDTH  # written and read
 
@@ -86,6 +87,17 @@ def test_a_small_loop_keeps_its_values_on_the_chip(rows, is_on_chip):
     found = estimate(program(step, *inputs, replaced=(None, None)), network(data=8))
     whole = 2 * 1024 * (rows + 8 * 1024 + 8 * rows)  # arguments and results
     assert (found.hbm_bytes <= 1.2 * whole) == is_on_chip
+
+
+def test_a_sum_takes_the_memory_of_an_operand_that_ends_with_it():
+    def step(x):
+        total = jax.lax.sort(x) + jax.lax.cumsum(x)
+        return total.sum(), total.max()
+
+    rows = 64 * ROWS, WIDTH  # more than the memory of the chip
+    step = program(step, (rows, (("data",), ())), replaced=(None, None))
+    found = estimate(step, network(data=8)).peak_bytes
+    assert found == pytest.approx(3 * 2 * rows[0] * rows[1] / 8, rel=0.01)
 
 
 def test_loops_over_the_same_values_read_them_once():
@@ -106,20 +118,44 @@ def test_products_of_vectors_do_not_use_the_matrix_unit():
     assert found.hbm_bytes >= 2 * 2 * ROWS * WIDTH / 8
 
 
-def test_channels_of_a_convolution_fill_their_tiles():
-    def step(x, w):
-        return jax.lax.conv_general_dilated(
-            x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+def convolve(x, w):
+    return jax.lax.conv_general_dilated(
+        x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
-    sizes = [
+
+@pytest.mark.parametrize(("images", "ratio"), [(32, 1), (128, 2)])
+def test_channels_or_images_of_a_convolution_fill_their_tiles(images, ratio):
+    rows = (8 * images, 64, 64)
+    few, many = (
         estimate(
-            program(step, ((256, 64, 64, n), (("data",), (), (), ())), ((3, 3, n, 64), ((),) * 4)),
+            program(convolve, ((*rows, n), (("data",), (), (), ())), ((3, 3, n, n), ((),) * 4)),
             network(data=8),
         ).peak_bytes
         for n in (64, 128)
-    ]
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.01)
+    )
+    assert many / few == pytest.approx(ratio, rel=0.02)
+
+
+def test_a_kernel_that_is_gathered_along_its_outputs_has_its_inputs_in_lanes():
+    found = {}
+    for dim in (2, 3):
+        axes = tuple(("fsdp",) if i == dim else () for i in range(4))
+        inputs = ((512, 64, 64, 64), (("fsdp",), (), (), ())), ((3, 3, 64, 256), axes)
+        found[dim] = estimate(program(convolve, *inputs), network(fsdp=8)).compute_s
+    assert found[3] == pytest.approx(1.5 * found[2], rel=0.1)
+
+
+def test_the_kernel_gradient_of_a_transposed_convolution_reverses_its_larger_operand():
+    def step(x, w, y):
+        return jax.vjp(lambda w: jax.lax.conv_transpose(x, w, (2, 2), "SAME"), w)[1](y)[0]
+
+    axes = (("data",), (), (), ())
+    small, large = (((1024, n, n, 128), axes) for n in (64, 128))
+    step = program(step, small, ((4, 4, 128, 128), ((),) * 4), large)
+    found = estimate(step, network(data=8)).hbm_bytes
+    size = 2 * 128 * 128 * 128 * 128
+    assert found == pytest.approx(3.25 * size, rel=0.02)
 
 
 def test_an_update_of_a_large_value_is_written_to_it():

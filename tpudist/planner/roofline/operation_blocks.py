@@ -8,21 +8,35 @@ from typing import Any
 import numpy as np
 
 from tpudist.array_types import Shape
-from tpudist.planner.roofline.sharded_value import Axes
+from tpudist.planner.roofline.sharded_value import Axes, tile_padding
 from tpudist.programs import elementwise, equation_layouts, flat_program, jaxprs
 from tpudist.programs.jaxpr_structure import Call, Cond, Kernel, Scan, Structure, While
 
 _ADDS = ("add", "add_any")
-_SUBLANES, _LANES = 8, 128  # of a tile: jax-ml/scaling-book, tpus.md
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Array:
-    """Complete shape of a value, and the bytes of an element."""
+    """Array of the program.
+
+    Attributes:
+        shape: Complete shape.
+        item_bytes: Bytes per element.
+        is_on_host: Whether it is in the memory of the host.
+        images: Dims of the images and of their features; None if no convolution has such an array.
+    """
 
     shape: Shape
     item_bytes: float
     is_on_host: bool = False
+    images: tuple[int, int] | None = None
+
+    def padded_bytes(self, shape: Shape) -> float:
+        """Returns the bytes per element of a part, with the padding of its tiles."""
+        if self.images is None:
+            return self.item_bytes
+        images, features = self.images
+        return self.item_bytes * tile_padding(shape[images], shape[features])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,15 +118,15 @@ def read(program: jaxprs.Program) -> Block:
     arrays |= zip(flat.inputs, map(_array_of, jaxprs.open_jaxpr(program).invars), strict=True)
     needed = set(flat.outputs)
     kept = []
-    for step in reversed(flat.steps):
+    for step in reversed(_merge_casts(flat.steps)):
         arrays |= zip(step.outputs, map(_array_of, step.eqn.outvars), strict=False)
         if step.eqn.effects or not needed.isdisjoint(step.outputs):
             kept.append(step)
             needed.update(step.inputs)
-    padding = _find_padding(kept, arrays)
+    images = _find_images(kept, arrays)
     for number, array in arrays.items():
-        if factor := padding.get(array.shape):
-            arrays[number] = dataclasses.replace(array, item_bytes=factor * array.item_bytes)
+        if array.shape in images:
+            arrays[number] = dataclasses.replace(array, images=images[array.shape])
     scalars = _find_scalars(flat, arrays)
     uses = [0] * flat.num_values
     for number in flat.outputs:
@@ -157,24 +171,34 @@ def read(program: jaxprs.Program) -> Block:
     )
 
 
-def _find_padding(
-    steps: Sequence[flat_program.Operation], arrays: dict[int, Array]
-) -> dict[Shape, float]:
-    """Returns the factor by which the memory layout enlarges the operands of convolutions.
+def _merge_casts(steps: Sequence[flat_program.Operation]) -> list[flat_program.Operation]:
+    """Returns the operations; equal changes of a dtype are one, as the compiler merges them."""
+    same: dict[int, int] = {}
+    casts: dict[tuple[int, Any], int] = {}
+    merged = []
+    for step in steps:
+        if not same.keys().isdisjoint(step.inputs):
+            inputs = tuple(same.get(i, i) for i in step.inputs)
+            step = dataclasses.replace(step, inputs=inputs)
+        if step.eqn.primitive.name == "convert_element_type":
+            key = step.inputs[0], jaxprs.dtype_of(step.eqn.outvars[0])
+            first = casts.setdefault(key, step.outputs[0])
+            if first != step.outputs[0]:
+                same[step.outputs[0]] = first
+        merged.append(step)
+    return merged
 
-    The channels of an array are the lanes of its tiles, except those of an image, which are few.
-    """
-    found: dict[Shape, float] = {}
+
+def _find_images(
+    steps: Sequence[flat_program.Operation], arrays: dict[int, Array]
+) -> dict[Shape, tuple[int, int]]:
+    """Returns the dims of images and features of the operands and results of convolutions."""
+    found: dict[Shape, tuple[int, int]] = {}
     for step in steps:
         if step.eqn.primitive.name == "conv_general_dilated":
             numbers = step.eqn.params["dimension_numbers"]
             pairs = (step.inputs[0], numbers.lhs_spec), (step.outputs[0], numbers.out_spec)
-            for number, spec in pairs:
-                shape = arrays[number].shape
-                channels = shape[spec[1]]
-                if _SUBLANES <= channels:
-                    factor = -(-channels // _LANES) * _LANES / channels
-                    found[shape] = max(found.get(shape, 1.0), factor)
+            found |= {arrays[number].shape: (spec[0], spec[1]) for number, spec in pairs}
     return found
 
 

@@ -9,12 +9,19 @@ from tpudist.planner import model_flops
 from tpudist.planner.roofline import kernel_work
 from tpudist.planner.roofline.element_rules import ElementRules
 from tpudist.planner.roofline.operation_blocks import Array, Operation
-from tpudist.planner.roofline.sharded_value import Axes, Value, num_parts, unsplit
+from tpudist.planner.roofline.sharded_value import (
+    Axes,
+    Value,
+    fills_lanes,
+    num_parts,
+    unsplit,
+)
 from tpudist.programs.jaxpr_structure import Kernel
 from tpudist.xla.estimate import kernels
 from tpudist.xla.estimate.convolutions import share_of_window
 from tpudist.xla.hardware import chips
 
+_SUBLANES = 8
 _PASSES = {"HIGH": 3.0, "HIGHEST": 6.0}  # of bfloat16 for a product of float32
 
 
@@ -90,6 +97,8 @@ class ProductRules(ElementRules):
         left, right, axes, partial = self._place_product(
             left, right, product, array, self.wanted[number]
         )
+        if self._swaps_operands(operation, left, right):
+            right = self.read_and_write([right], right, moves=True)
         shape = list(self.local(array, axes).shape)
         for dim, out in product.left:  # parts that no axis names
             shape[out] = left.shape[dim]
@@ -97,7 +106,7 @@ class ProductRules(ElementRules):
             shape[out] = right.shape[dim]
         for dim, _, out in product.batch:
             shape[out] = left.shape[dim]
-        result = Value(tuple(shape), axes, array.item_bytes, partial)
+        result = Value(tuple(shape), axes, array.padded_bytes(tuple(shape)), partial)
         flops, share = self._product_flops(operation, product, left, right, result)
         kind = chips.kind_of_products(map(model_flops.bits_of, operation.eqn.invars[:2]))
         operands = left, right, *others
@@ -129,10 +138,7 @@ class ProductRules(ElementRules):
             flops = model_flops.PRODUCTS[operation.name](operation.eqn) * own / max(traced, 1)
             if operation.name != "conv_general_dilated":
                 return flops, 1.0
-            out, inputs, *window = (
-                int(right.shape[i]) for i in operation.eqn.params["dimension_numbers"].rhs_spec
-            )
-            return flops, share_of_window(window, inputs, out, self.network.rates.unit_width)
+            return flops, self._convolution_share(operation, left, right, result)
         rows = math.prod(left.shape[dim] for dim, _ in product.left)
         summed = math.prod(min(left.shape[a], right.shape[b]) for a, b in product.summed)
         columns = math.prod(right.shape[dim] for dim, _ in product.right)
@@ -145,6 +151,50 @@ class ProductRules(ElementRules):
         if precision and is_wide:
             flops *= _PASSES.get(getattr(precision[0], "name", str(precision[0])), 1.0)
         return flops, self.network.share_of_unit(rows, summed, columns)
+
+    def _swaps_operands(self, operation: Operation, left: Value, right: Value) -> bool:
+        """Returns whether XLA swaps the operands of a convolution (`conv_operand_swapper.cc`).
+
+        It does so if the window has more positions than the image, as in the gradients of
+        transposed convolutions. A pass of its own then reverses the larger operand.
+        """
+        if operation.name != "conv_general_dilated":
+            return False
+        numbers = operation.eqn.params["dimension_numbers"]
+        image = math.prod(left.shape[i] for i in numbers.lhs_spec[2:])
+        return math.prod(right.shape[i] for i in numbers.rhs_spec[2:]) > image
+
+    def _convolution_share(
+        self, operation: Operation, left: Value, right: Value, result: Value
+    ) -> float:
+        """Returns the share of the matrix unit that a convolution fills.
+
+        A kernel that is gathered along its inputs or outputs has the other ones in its lanes
+        (programs of libtpu 0.0.50). The same holds for its gradient, if each device needs a part
+        of it, unless these are too few for lanes.
+        """
+        numbers, width = operation.eqn.params["dimension_numbers"], self.network.rates.unit_width
+        out, kernel = numbers.out_spec, numbers.rhs_spec[0]
+        columns, inputs, *window = (int(right.shape[i]) for i in numbers.rhs_spec)
+        images, features, *positions = (int(result.shape[i]) for i in out)
+        wanted = self.wanted[operation.outputs[0]] or result.axes
+        of_images, of_features = (wanted[i] != result.axes[i] for i in out[:2])
+        is_gradient = math.prod(window) > math.prod(positions)
+        if self._swaps_operands(operation, left, right):
+            columns, images, features = images, features, images
+            of_images, of_features = of_features, of_images
+            window = [int(left.shape[i]) for i in numbers.lhs_spec[2:]]
+        in_lanes = images if fills_lanes(images, features) else 0
+        if is_gradient:
+            if of_images and features >= _SUBLANES:
+                in_lanes = 0
+            elif of_features and images >= _SUBLANES:
+                in_lanes = images
+            else:  # XLA may swap the operands
+                columns, in_lanes = in_lanes or columns, 0
+        elif not in_lanes and right.axes[kernel] != self.value(operation.inputs[1]).axes[kernel]:
+            window = []  # a product for each position
+        return share_of_window(window, inputs, columns, width, in_lanes)
 
     def _place_product(
         self, left: Value, right: Value, product: _Product, array: Array, wanted: Axes | None

@@ -11,6 +11,7 @@ Sizes = Mapping[str, int]
 """Sizes of the mesh axes."""
 
 
+_SUBLANES, _LANES = 8, 128  # of a tile: jax-ml/scaling-book, tpus.md
 CLOCK = itertools.count(1)
 """Ticks once for each buffer and each loop of a walk."""
 
@@ -90,6 +91,24 @@ class Value:
     def read_bytes(self) -> float:
         """Bytes of the buffers that it is computed from."""
         return sum(buffer.num_bytes for buffer in self.reads)
+
+
+def fills_lanes(images: int, features: int) -> bool:
+    """Returns whether images, and not features, are the lanes of the tiles of an array.
+
+    They are if they need less padding (60 convolutions by libtpu 0.0.50).
+    """
+    return _pad(images, features) < _pad(features, images)
+
+
+def tile_padding(images: int, features: int) -> float:
+    """Returns the factor by which the tiles of an array of images enlarge it."""
+    return min(_pad(images, features), _pad(features, images)) / max(1, images * features)
+
+
+def _pad(lanes: int, sublanes: int) -> int:
+    rows = min(_SUBLANES, 1 << max(0, sublanes - 1).bit_length())
+    return -(-lanes // _LANES) * _LANES * -(-sublanes // rows) * rows
 
 
 def unsplit(rank: int) -> Axes:

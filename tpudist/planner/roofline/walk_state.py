@@ -305,7 +305,8 @@ class WalkState(DeviceAccount):
 
     def local(self, array: Array, axes: Axes) -> Value:
         """Returns a value of this shape with axes; it reads nothing."""
-        return Value(local_shape(array.shape, axes, self.sizes), axes, array.item_bytes)
+        shape = local_shape(array.shape, axes, self.sizes)
+        return Value(shape, axes, array.padded_bytes(shape))
 
     def operands(self, operation: Operation, *, keep_lazy: bool = False) -> list[Value]:
         """Returns the operands, which are summed over replicas unless `keep_lazy`."""
