@@ -31,7 +31,7 @@ class Array:
     is_on_host: bool = False
     images: tuple[int, int] | None = None
 
-    def padded_bytes(self, shape: Shape) -> float:
+    def bytes_per_element(self, shape: Shape) -> float:
         """Returns the bytes per element of a part, with the padding of its tiles."""
         if self.images is None:
             return self.item_bytes

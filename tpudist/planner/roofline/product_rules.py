@@ -106,7 +106,7 @@ class ProductRules(ElementRules):
             shape[out] = right.shape[dim]
         for dim, _, out in product.batch:
             shape[out] = left.shape[dim]
-        result = Value(tuple(shape), axes, array.padded_bytes(tuple(shape)), partial)
+        result = Value(tuple(shape), axes, array.bytes_per_element(tuple(shape)), partial)
         flops, share = self._product_flops(operation, product, left, right, result)
         kind = chips.kind_of_products(map(model_flops.bits_of, operation.eqn.invars[:2]))
         operands = left, right, *others

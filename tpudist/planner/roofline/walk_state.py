@@ -306,7 +306,7 @@ class WalkState(DeviceAccount):
     def local(self, array: Array, axes: Axes) -> Value:
         """Returns a value of this shape with axes; it reads nothing."""
         shape = local_shape(array.shape, axes, self.sizes)
-        return Value(shape, axes, array.padded_bytes(shape))
+        return Value(shape, axes, array.bytes_per_element(shape))
 
     def operands(self, operation: Operation, *, keep_lazy: bool = False) -> list[Value]:
         """Returns the operands, which are summed over replicas unless `keep_lazy`."""
