@@ -165,8 +165,6 @@ class Placement:
         for i, (x, name) in enumerate(zip(leaves, names, strict=True)):
             with _name_argument(name, x):
                 sharding = self._read_sharding(wanted[i]) if i < len(wanted) else None
-                if sharding is not None and isinstance(x, _ARRAYS):
-                    sharding.shard_shape(tuple(shape_of(x)))  # raises if a dim is not divisible
                 placed.append(self._place_leaf(x, sharding))
             is_array = isinstance(x, (*_ARRAYS, *_REFS, np.generic))
             shape = () if isinstance(x, bool | int | float | complex) else None
@@ -229,6 +227,8 @@ class Placement:
                 sharding = self._move(sharding)
             else:
                 sharding = self._default_sharding()
+        if sharding is not None:
+            sharding.shard_shape(tuple(x.shape))  # raises if a dim is not divisible
         facts = {"sharding": sharding, "weak_type": is_weakly_typed(x)}
         if isinstance(x, _REFS):
             return _PlacedRef(jax.ShapeDtypeStruct(x.shape, x.dtype, **facts))

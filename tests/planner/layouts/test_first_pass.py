@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import tpudist
 from tpudist import planner
@@ -176,6 +177,34 @@ def test_steps_of_plain_jax_are_ranked_like_their_plans():
     same = planner.search(_with_own_mesh, "v5e-8", max_compiles=0, **how)
     estimates = {x.candidate.name: x.estimate for x in result.outcomes}
     assert {x.candidate.name: x.estimate for x in same.outcomes} == estimates
+
+
+@pytest.mark.parametrize(
+    "is_plain", [lambda x: x.remat == "full", lambda x: "fsdp" in x.replica_axes]
+)
+def test_each_candidate_of_a_mixture_has_the_estimate_of_its_own_step(is_plain):
+    def estimate(make_step):
+        how = {"geometries": [{}, {"fsdp": 8}], "remat": ["none", "full"], "max_compiles": 0}
+        return {x.candidate: x.estimate for x in planner.search(make_step, "v5e-8", **how).outcomes}
+
+    plain, both = estimate(_with_specs), estimate(make_mlp)
+    found = estimate(lambda x: (_with_specs if is_plain(x) else make_mlp)(x))
+    for candidate, seen in found.items():
+        expected = plain if is_plain(candidate) else both
+        # Without a trace that other layouts share, constraints stand between other operations.
+        assert seen.step_s == pytest.approx(expected[candidate].step_s, rel=0.02)
+        assert seen.flops == expected[candidate].flops
+
+
+def test_a_layout_that_does_not_divide_an_array_has_no_estimate():
+    def make_step(candidate):
+        rows = NamedSharding(Mesh(np.array(candidate.devices), ("data",)), P("data"))
+        return None, jnp.square, (jax.ShapeDtypeStruct((12, 128), jnp.float32, sharding=rows),)
+
+    result = planner.search(make_step, "v5e-8", geometries=[{}], remat=["none"])
+    (outcome,) = result.outcomes
+    assert outcome.estimate is None
+    assert "of shape (12, 128)" in outcome.reason
 
 
 def test_a_step_of_plain_jax_has_the_slice_of_its_candidate():

@@ -152,7 +152,7 @@ class Estimator:
         self._calibration = calibration
         self._programs: dict[Any, StepProgram | None] = {}
         self._networks: dict[Any, Network] = {}
-        self._is_plain: bool | None = None
+        self._has_plain: bool | None = None  # not known before the first step
 
     def estimate(self, candidate: Any) -> StepEstimate | None:
         """Returns the estimate of a candidate; None for devices without rates.
@@ -165,13 +165,19 @@ class Estimator:
             return None
         if self._calibration is not None:
             chip = self._calibration.apply(chip)
-        if self._is_plain is not False:
+        # A function with steps of plain JAX is called for each candidate, because it may return
+        # strategies for some. One with strategies only is called for the traces that many share.
+        program = None
+        if self._has_plain is False:
+            program = self._find_program(candidate)
+        if program is None:
             strategy, fn, args, *more = self._make_step(candidate)
-            self._is_plain = strategy is None
+            self._has_plain = self._has_plain or strategy is None
             if strategy is None:
-                program, mesh = plain_trace.trace(candidate, fn, args, more[0] if more else {})
-                return estimate(program, Network(mesh, chip), candidate.microbatches)
-        program = self._find_program(candidate)
+                plain, mesh = plain_trace.trace(candidate, fn, args, more[0] if more else {})
+                return estimate(plain, Network(mesh, chip), candidate.microbatches)
+            program = self._find_program(candidate)
+            assert program is not None
         mesh = make_mesh(list(candidate.devices), candidate.replica_axes).mesh
         key = (candidate.topology, candidate.geometry, program.stands_in)
         if key not in self._networks:
@@ -181,8 +187,11 @@ class Estimator:
             self._networks[key] = Network(mesh, chip)
         return estimate(program, self._networks[key], candidate.microbatches)
 
-    def _find_program(self, candidate: Any) -> StepProgram:
-        """Returns the program of a candidate, perhaps with axes of other sizes."""
+    def _find_program(self, candidate: Any) -> StepProgram | None:
+        """Returns the program of a candidate, perhaps with axes of other sizes.
+
+        It is None if the step of the candidate is of plain JAX.
+        """
         axes = candidate.replica_axes
         fixed = {name: axes[name] for name in _FIXED_AXES if axes.get(name, 1) > 1}
         devices = candidate.devices
@@ -202,10 +211,9 @@ class Estimator:
                 return program
         own = (*key, candidate.topology, candidate.geometry)
         if own not in self._programs:
-            self._programs[own] = trace_step(self._make_step(candidate))
-        found = self._programs[own]
-        assert found is not None
-        return found
+            step = self._make_step(candidate)
+            self._programs[own] = None if step[0] is None else trace_step(step)
+        return self._programs[own]
 
     def _count_replicas(
         self, candidate: Any, names: Sequence[str], fixed: dict[str, int]
