@@ -51,6 +51,7 @@ rope_max_timescale: 10_000
 num_pipeline_microbatches: -1
 sa_block_q: 512
 sa_block_kv: 512
+sa_use_fused_bwd_kernel: false
 dcn_data_parallelism: -1
 dcn_fsdp_parallelism: 1
 ici_data_parallelism: 1

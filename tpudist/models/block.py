@@ -118,6 +118,7 @@ def attend(
             method=config.attention,
             splash_block=config.splash_block,
             splash_backward_block=config.splash_backward_block,
+            splash_fused_backward=config.splash_fused_backward,
             scores=scores,
             has_window=has_window,
             is_in_ring_order=is_in_ring_order,

@@ -49,6 +49,8 @@ class TransformerConfig:
     """Rows and columns of the tiles of Splash attention; None chooses by the length."""
     splash_backward_block: int | None = None
     """Number of keys per tile of its backward pass; None chooses by the length."""
+    splash_fused_backward: bool = True
+    """Whether one kernel computes all gradients of Splash attention, or two, as in MaxText."""
     remat: str = "none"
     """Tensors to recompute, move to the host or keep for gradients: see `models.parts.remat`."""
     loss_chunk: int | None = None

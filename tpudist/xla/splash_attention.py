@@ -46,6 +46,7 @@ def causal_attention(
     *,
     block: int | None = None,
     backward_block: int | None = None,
+    fused_backward: bool = True,
     name: str | None = None,
     interpret: bool = False,
     scale: float | None = None,
@@ -62,6 +63,8 @@ def causal_attention(
         block: Rows and columns of a tile, a multiple of 128; by default chosen by the length.
         backward_block: Keys per part of the backward pass, a multiple of `block`; by default
             chosen by the length.
+        fused_backward: Whether one kernel computes all gradients. Two kernels, one of them for the
+            gradient of the queries, compute the weights twice, but store no partial sums.
         name: Name for remat policies of the values that the backward pass needs: the result, and
             the sums of the softmax.
         interpret: Whether to interpret the kernel.
@@ -85,7 +88,7 @@ def causal_attention(
     query, key, value = (
         jnp.moveaxis(jnp.pad(x, pads) if padding else x, 2, 1) for x in (query, key, value)
     )
-    options = _Options(heads, block, backward_block, name, interpret, cap, window)
+    options = _Options(heads, block, backward_block, name, interpret, cap, window, fused_backward)
     kernel = _kernel(length + padding, options)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, sinks: jax.Array | None) -> Any:
@@ -272,6 +275,7 @@ class _Options:
     interpret: bool
     cap: float | None
     window: int | None
+    fused_backward: bool = True
 
 
 def _kernel(
@@ -320,7 +324,9 @@ def _splash_sizes(options: _Options) -> splash.BlockSizes:
         block_q_dkv=block,
         block_kv_dkv=options.backward_block,
         block_kv_dkv_compute=block,
-        use_fused_bwd_kernel=True,
+        block_q_dq=None if options.fused_backward else block,
+        block_kv_dq=None if options.fused_backward else block,
+        use_fused_bwd_kernel=options.fused_backward,
     )
 
 

@@ -258,6 +258,17 @@ def test_splash_attention_matches_attention_if_a_length_does_not_fill_its_tiles(
 
 
 @pytest.mark.slow
+def test_two_kernels_have_the_gradients_of_one():
+    inputs = query_key_value(1, 256, 4, 2)
+    tiles = {"splash_block": 128, "splash_backward_block": 256}
+    one, two = (
+        jax.jit(with_gradients("splash", splash_fused_backward=fused, **tiles))(*inputs)
+        for fused in (True, False)
+    )
+    assert_same(two, one)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [pytest.param("splash", marks=pytest.mark.slow), "ring", "auto"])
 @pytest.mark.parametrize("kv_heads", [pytest.param(4, marks=pytest.mark.exhaustive), 1])
 def test_heads_are_split_over_devices_even_if_there_are_fewer_keys_than_devices(method, kv_heads):

@@ -89,7 +89,11 @@ def test_a_tile_that_the_compiler_rejects_is_not_mapped(read):
         ),
         ("weight_dtype=bfloat16", {"param_dtype": "bfloat16"}),
         ("num_vocab_tiling=4", {"loss_chunk": 512}),
-        ("sa_block_q=1024 sa_block_kv=1024", {"splash_block": 1024}),
+        (
+            "sa_block_q=1024 sa_block_kv=1024",
+            {"splash_block": 1024, "splash_fused_backward": False},  # MaxText's default
+        ),
+        ("sa_use_fused_bwd_kernel=true", {"splash_fused_backward": True}),
         ("decoder_block=qwen3 use_qk_norm=true", {"norm_heads": True}),
         ("decoder_block=gemma mlp_activations=['gelu','linear']", {"gelu": True}),
         (

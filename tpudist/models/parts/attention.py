@@ -59,6 +59,7 @@ def attend(
     method: str = "auto",
     splash_block: int | None = None,
     splash_backward_block: int | None = None,
+    splash_fused_backward: bool = True,
     scores: Scores = Scores(),
     has_window: jax.Array | None = None,
     is_in_ring_order: bool = False,
@@ -73,6 +74,7 @@ def attend(
         method: "auto", "dot_product", "splash" or "ring".
         splash_block: Rows and columns of the tiles of Splash attention.
         splash_backward_block: Number of keys per tile of its backward pass.
+        splash_fused_backward: Whether one kernel computes all its gradients, or two.
         scores: Options of the scores.
         has_window: Boolean `[]`, perhaps traced by a scan over layers: whether the window of
             `scores` applies. None means that it applies.
@@ -95,7 +97,12 @@ def attend(
         _check_ring(scores, sinks)
         return _ring(query, key, value, splash_block, splash_backward_block, is_in_ring_order)
     if method == "splash":
-        run = functools.partial(_splash, block=splash_block, backward_block=splash_backward_block)
+        run = functools.partial(
+            _splash,
+            block=splash_block,
+            backward_block=splash_backward_block,
+            fused_backward=splash_fused_backward,
+        )
         windowed = functools.partial(run, scores=scores)
         arrays = (query, key, value) if sinks is None else (query, key, value, sinks)
         if has_window is None:
@@ -186,12 +193,14 @@ def _splash(
     *sinks: jax.Array,
     block: int | None,
     backward_block: int | None,
+    fused_backward: bool,
     scores: Scores,
 ) -> jax.Array:
     kernel = functools.partial(
         splash_attention.causal_attention,
         block=block,
         backward_block=backward_block,
+        fused_backward=fused_backward,
         name=_NAME,
         # Elsewhere the kernel is interpreted, which is slow and only for tests.
         interpret=platform() != "tpu",

@@ -209,6 +209,7 @@ def _config(
         fields["attention_window"] = values["sliding_window_size"]
     fields |= _activation(values) | _experts(values, heads_scale)
     fields |= _tiles(values, largest_tile)
+    fields["splash_fused_backward"] = values.get("sa_use_fused_bwd_kernel", False)
     return TransformerConfig(**fields | _BLOCKS[block](values, fields))
 
 
