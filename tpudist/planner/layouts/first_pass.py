@@ -31,7 +31,10 @@ def estimate_all(
     estimator = Estimator(make_step, [x.replica_axes for x in candidates], calibration)
     started = time.monotonic()
     found: dict[Candidate, StepEstimate] = {}
-    for number, candidate in enumerate(candidates):
+    # JAX caches the traces of functions inside a step, such as those of jax.numpy, for each mesh.
+    first = {x.geometry: i for i, x in reversed([*enumerate(candidates)])}
+    grouped = sorted(candidates, key=lambda x: first[x.geometry])
+    for number, candidate in enumerate(grouped):
         if time.monotonic() > deadline:
             break
         report(f"estimating {number + 1}/{len(candidates)}", time.monotonic() - started)
