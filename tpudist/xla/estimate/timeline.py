@@ -67,14 +67,22 @@ class _Loop:
 
 
 @dataclasses.dataclass
-class _Branches:
+class Conditional:
     """Runs one of several lists of actions: the slowest, which the first simulation finds.
 
     If the `shares` of the runs are known, all branches run, each as often as its share. A branch
     that calls the host runs only if all do: it reports an error, or writes a log now and then.
+
+    Attributes:
+        instruction: The conditional.
+        count: Runs per step.
+        branches: Actions of each branch.
+        shares: Share of the runs of each branch, if they are known.
+        counted: Number of the branch that the step counts, if they are not.
+        seconds: Seconds of each branch per run.
     """
 
-    conditional: Instruction
+    instruction: Instruction
     count: float
     branches: "list[_Actions]"
     shares: tuple[float, ...] | None = None
@@ -88,24 +96,7 @@ class _Branches:
         return self.branches[self.counted :][:1]
 
 
-@dataclasses.dataclass(frozen=True)
-class Conditional:
-    """A conditional that a step runs, whose choices are not known.
-
-    Attributes:
-        instruction: The conditional.
-        count: Runs per step.
-        seconds: Seconds of each branch per run.
-        counted: Number of the branch that the step counts.
-    """
-
-    instruction: Instruction
-    count: float
-    seconds: tuple[float, ...]
-    counted: int
-
-
-_Actions = list[_Run | _Wait | _Loop | _Branches]
+_Actions = list[_Run | _Wait | _Loop | Conditional]
 SecondsOf = Callable[[Event], float]
 """Returns the seconds of one run of an event: of its computation or of its transfer."""
 
@@ -118,7 +109,7 @@ class Timeline:
         seconds: Time of the step.
         events: Events that take time, in order.
         num_slices: Number of slices that run the step.
-        conditionals: Conditionals with several branches.
+        conditionals: Conditionals with several branches, whose choices are not known.
     """
 
     seconds: float
@@ -158,19 +149,19 @@ def _events(actions: _Actions) -> Iterator[Event]:
             yield action.event
         elif isinstance(action, _Loop):
             yield from _events(action.actions)
-        elif isinstance(action, _Branches):
+        elif isinstance(action, Conditional):
             for branch in action.select():
                 yield from _events(branch)
 
 
 def _conditionals(actions: _Actions) -> Iterator[Conditional]:
-    """Yields the conditionals that a step runs."""
+    """Yields the conditionals that a step runs, whose choices are not known."""
     for action in actions:
         if isinstance(action, _Loop):
             yield from _conditionals(action.actions)
-        elif isinstance(action, _Branches):
+        elif isinstance(action, Conditional):
             if len(action.branches) > 1 and not action.shares:
-                yield Conditional(action.conditional, action.count, action.seconds, action.counted)
+                yield action
             for branch in action.select():
                 yield from _conditionals(branch)
 
@@ -227,7 +218,7 @@ class _Reader:
         shares = self._module.shares_of(instruction)
         counts = [count * share for share in shares] if shares else [count] * len(bodies)
         read = [self.read(body, times) for body, times in zip(bodies, counts, strict=True)]
-        return [_Branches(instruction, count, read, shares)]
+        return [Conditional(instruction, count, read, shares)]
 
 
 class _Player:
@@ -269,7 +260,7 @@ class _Player:
             if action.phase == "whole":
                 clock.wait(action.key)
 
-    def _run_branches(self, action: _Branches) -> float:
+    def _run_branches(self, action: Conditional) -> float:
         if not action.branches:
             return 0.0
         if action.shares:
