@@ -68,6 +68,15 @@ def state_of(strategy, create=None):
     return model, optimizer
 
 
+def variables_of(strategy, shape=()):
+    """Returns a Variable that all replicas add to, and one with a part of each replica."""
+    on_read = tpudist.VariableSynchronization.ON_READ
+    total = {"aggregation": tpudist.VariableAggregation.SUM}
+    with strategy.scope():
+        parts = tpudist.Variable(jnp.zeros(shape), synchronization=on_read, **total)
+        return tpudist.Variable(0.0, **total), parts
+
+
 def batches(strategy, number=2):
     rng = np.random.default_rng(0)
     data = [rng.random((ROWS, WIDTH), np.float32) for _ in range(number)]
@@ -121,15 +130,8 @@ def test_a_plan_reports_the_memory_and_collectives_of_the_compiled_step(make):
 def test_the_planned_program_equals_the_program_of_run(make):
     strategy = make()
     model, optimizer = state_of(strategy)
-    with strategy.scope():
-        total = tpudist.Variable(0.0, aggregation=tpudist.VariableAggregation.SUM)
-        parts = tpudist.Variable(
-            0.0,
-            synchronization=tpudist.VariableSynchronization.ON_READ,
-            aggregation=tpudist.VariableAggregation.SUM,
-        )
     dataset = batches(strategy)
-    step = make_step([total, parts])
+    step = make_step(variables_of(strategy))
     for batch in (next(iter(dataset)), dataset.element_spec, BATCH):
         planned = lowered(strategy, step, (model, optimizer, batch)).lowered.as_text()
         run = strategy.lower(step, (model, optimizer, next(iter(dataset)))).as_text()
@@ -140,8 +142,7 @@ def test_the_planned_program_equals_the_program_of_run(make):
 def test_planning_leaves_all_state_unchanged():
     strategy = sharded()
     model, optimizer = state_of(strategy)
-    with strategy.scope():
-        total = tpudist.Variable(0.0, aggregation=tpudist.VariableAggregation.SUM)
+    total, _ = variables_of(strategy)
     (batch,) = batches(strategy, 1)
     step = make_step([total])
     arrays = jax.tree.leaves((nnx.state(model), nnx.state(optimizer), batch, total._value))
@@ -296,13 +297,7 @@ def on_four(strategy, monkeypatch):
 def test_a_function_is_planned_for_the_replicas_of_the_slice(monkeypatch):
     strategy = on_four(sharded(), monkeypatch)
     model, optimizer = state_of(strategy)
-    with strategy.scope():
-        total = tpudist.Variable(0.0, aggregation=tpudist.VariableAggregation.SUM)
-        parts = tpudist.Variable(
-            jnp.zeros(3),
-            synchronization=tpudist.VariableSynchronization.ON_READ,
-            aggregation=tpudist.VariableAggregation.SUM,
-        )
+    total, parts = variables_of(strategy, (3,))
     seen = []
 
     def step(model, optimizer, x):

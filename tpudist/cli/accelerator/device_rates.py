@@ -33,12 +33,7 @@ Body = Callable[[jax.Array], jax.Array]
 
 
 def make_compute_items(devices: Sequence[jax.Device], is_small: bool) -> list[Item]:
-    """Returns matrix products in two types, and copies, by size.
-
-    Args:
-        devices: Devices of this process.
-        is_small: Whether only the smallest sizes are measured, as for emulated devices.
-    """
+    """Returns matrix products in two types, and copies, by size: if `is_small`, the smallest."""
     strategy = MirroredStrategy(devices)
     items = []
     for dtype in ("bfloat16", "float32"):

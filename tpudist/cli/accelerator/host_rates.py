@@ -25,12 +25,7 @@ _FLOATS_PER_MIB = 2**18
 
 
 def make_items(devices: Sequence[jax.Device], is_small: bool) -> list[Item]:
-    """Returns the items of the host.
-
-    Args:
-        devices: Devices of this process.
-        is_small: Whether little is transferred, as for emulated devices.
-    """
+    """Returns the items of the host; if `is_small`, little is transferred."""
     mebibytes = 4 if is_small else 256
     return [
         Item("host to device", functools.partial(_measure_to_device, devices[0], mebibytes)),

@@ -57,12 +57,8 @@ def run_section(
 ) -> SectionResult:
     """Runs a section within a budget. A crash or a hang costs the item in which it happens.
 
-    Args:
-        name: Key of `section_program.SECTIONS`.
-        budget_s: Seconds for the section.
-        env: Environment variables of the child, added to the environment of this process.
-        report_item: Called with the name of each item that begins.
-        minutes: Time limit of the whole check, for the advice if no time is left.
+    `env` is added to the environment of the child. `minutes` is the limit of the whole check, for
+    the advice if no time is left.
     """
     result = SectionResult(name)
     advice = f"no time left; use --minutes {max(20, math.ceil(2 * minutes))}"

@@ -18,12 +18,8 @@ def draw(
 ) -> None:
     """Writes a picture in the format of the suffix of `path`, such as .png or .svg.
 
-    Args:
-        points: Days, cost and slice of each choice.
-        front: Points for which no other is both faster and cheaper.
-        days: Days that the run may take.
-        unit: Name of the cost.
-        path: File to write.
+    The points are the days, the cost and the slice of each choice; no other is both faster and
+    cheaper than those of the front. The run may take `days`, and `unit` is the name of the cost.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
