@@ -68,16 +68,16 @@ def test_the_speed_of_a_server_contains_its_prefill_steps():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sequences", "0"], "sequences"),
-        (["--slots", "0"], "slots"),
-        (["--slots", "8"], "--slots 8 has no space for a prompt of"),
-        (["--replica-axes", "tensor=3"], "3 devices, but the slice has 4"),
-        (["--replica-axes", "data=2", "--sequences", "3"], "3 is not a multiple of 4"),
-        (["--replica-axes", "tensr=2"], "Did you mean tensor"),
+        ("--sequences 0", "sequences"),
+        ("--slots 0", "slots"),
+        ("--slots 8", "--slots 8 has no space for a prompt of"),
+        ("--replica-axes tensor=3", "3 devices, but the slice has 4"),
+        ("--replica-axes data=2 --sequences 3", "3 is not a multiple of 4"),
+        ("--replica-axes tensr=2", "Did you mean tensor"),
     ],
 )
 def test_invalid_options_of_a_server_are_usage_errors(capsys, options, message):
-    code, out, err = run(capsys, *options)
+    code, out, err = run(capsys, *options.split())
     assert (code, out) == (2, "")
     assert message in " ".join(err.split())
 

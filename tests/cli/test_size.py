@@ -12,7 +12,7 @@ from tpudist.planner.layouts.size_questions import Choice, Sizer, Sizing, pareto
 from tpudist.planner.roofline.step_estimate import StepEstimate
 from tpudist.xla.hardware import slices
 
-RUN = ("--tokens", "1e9", "--days", "1")
+RUN = "--tokens 1e9 --days 1"
 TINY = ("--remat", "none", "--compiles", "0", "--json", "-")
 
 
@@ -45,35 +45,32 @@ def test_the_smallest_slice_and_the_cheapest_run_are_found_by_estimates(capsys, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["largest-batch", "--topologies", "v5e"], "largest-batch is for one slice"),
-        (["cheapest", "--topologies", "v5e-8", "--tokens", "0", "--days", "1"], "--tokens is 0"),
-        (["cheapest", "--topologies", "v5e-8", "--tokens", "9", "--days", "-1"], "--days is -1"),
-        (["largest-batch", "--topologies", "v5e-8", "--prices", "v5e"], "--prices 'v5e' is not"),
-        (["cheapest", "--topologies", "v5e-4"], "which needs both: --tokens 1e11 --days 30"),
-        (["smallest-slice", "--topologies", "v5e-4", "--days", "3"], "belong to cheapest"),
-        (["smallest-slice", "--topologies", "v9"], "'v9' is not a generation of TPUs"),
-        (["smallest-slice", "--topologies", "v5e-4", "--chart", "x.png"], "--chart draws the"),
+        ("largest-batch --topologies v5e", "largest-batch is for one slice"),
+        ("cheapest --topologies v5e-8 --tokens 0 --days 1", "--tokens is 0"),
+        ("cheapest --topologies v5e-8 --tokens 9 --days -1", "--days is -1"),
+        ("largest-batch --topologies v5e-8 --prices v5e", "--prices 'v5e' is not"),
+        ("cheapest --topologies v5e-4", "which needs both: --tokens 1e11 --days 30"),
+        ("smallest-slice --topologies v5e-4 --days 3", "belong to cheapest"),
+        ("smallest-slice --topologies v9", "'v9' is not a generation of TPUs"),
+        ("smallest-slice --topologies v5e-4 --chart x.png", "--chart draws the"),
+        (f"cheapest --topologies v5e-4 --prices v5p=4 {RUN}", "--prices has no price of v5e"),
+        ("smallest-slice --topologies v5e-4 --prices v5e=4", "--prices is for"),
+        ("smallest-slice --topologies v5e-4 --rows 8", "only for your own step"),
+        (f"cheapest --topologies v5e-4 {RUN} --tokens-per-row 1", "only for your own"),
+        ("largest-batch m:step --topologies v5e-4 --rows 8", "--rows 8: largest"),
         (
-            ["cheapest", "--topologies", "v5e-4", "--prices", "v5p=4", *RUN],
-            "--prices has no price of v5e",
-        ),
-        (["smallest-slice", "--topologies", "v5e-4", "--prices", "v5e=4"], "--prices is for"),
-        (["smallest-slice", "--topologies", "v5e-4", "--rows", "8"], "only for your own step"),
-        (["cheapest", "--topologies", "v5e-4", *RUN, "--tokens-per-row", "1"], "only for your own"),
-        (["largest-batch", "m:step", "--topologies", "v5e-4", "--rows", "8"], "--rows 8: largest"),
-        (
-            ["largest-batch", "--topologies", "v5e-4", "--batch-per-chip", "8"],
+            "largest-batch --topologies v5e-4 --batch-per-chip 8",
             "--batch-per-chip 8: largest-batch chooses the batch",
         ),
         (
-            ["largest-batch", "m:step", "--topologies", "v5e-4", "--num-layers", "2"],
+            "largest-batch m:step --topologies v5e-4 --num-layers 2",
             "passed with your own step m:step",
         ),
-        (["smallest-slice", "m:step", "--topologies", "v5e-4"], "pass --rows"),
+        ("smallest-slice m:step --topologies v5e-4", "pass --rows"),
     ],
 )
 def test_mistakes_are_explained(capsys, options, message):
-    code, printed = size(capsys, *options)
+    code, printed = size(capsys, *options.split())
     assert code == 2
     assert message in " ".join(printed.err.split())
 
