@@ -82,10 +82,12 @@ def test_a_kernel_that_cannot_be_read_may_take_twice_as_long():
     assert (step.low_s, step.high_s) == pytest.approx((step.step_s, 1.9 * step.step_s))
 
 
-def test_a_kernel_without_known_operations_is_guessed():
-    module, _ = hlo_programs.kernel("mine", QUERIES)
+def test_a_kernel_without_known_operations_is_guessed_by_its_bytes():
+    module, kernel = hlo_programs.kernel("mine", QUERIES)
     step = estimate_step(module)
-    assert step.guessed_s == step.kernels_s > 0
+    assert step.unknown_kernels == (kernel.name,)
+    assert step.guessed_s == step.kernels_s == pytest.approx(step.memory_bound_s)
+    assert step.hbm_bytes == 2**24
     assert [cause.name for cause in step.causes] == ["guessed instructions"]
     # Its bytes are a lower bound.
     assert (step.low_s, step.high_s) == pytest.approx((step.step_s, 2 * step.step_s))

@@ -431,13 +431,6 @@ def test_a_narrow_head_fills_half_of_a_wide_matrix_unit():
         assert price.seconds == pytest.approx(2 * PRODUCT / (rates.flops_per_s() * filled))
 
 
-def test_a_kernel_of_unknown_cost_is_reported():
-    module, kernel = hlo_programs.kernel("mine", Q)
-    estimate = estimate_step(module)
-    assert estimate.unknown_kernels == (kernel.name,)
-    assert estimate.kernels_s == pytest.approx(2**24 / RATES.hbm_bytes_per_s)
-
-
 def test_instructions_of_one_line_are_one_operation():
     """30 layers of an unrolled model would otherwise fill the list of the longest operations."""
     line = 'metadata={op_name="jit(f)/mul" source_file="/a/model.py" source_line=LINE}'
