@@ -32,7 +32,6 @@ from tpudist.planner import (
     plan_notes,
 )
 from tpudist.planner.show import progress
-from tpudist.run.arguments import call_description
 from tpudist.xla import compile_log, mesh, topology
 from tpudist.xla.compiler import flags
 from tpudist.xla.estimate.collective_traffic import CollectiveUse
@@ -93,8 +92,7 @@ def sharded():
 def lowered(strategy, fn, args):
     """Lowers a step for the strategy's own devices, as `plan` does."""
     twin = strategy._twin(None)
-    names = call_description.names_of_leaves(fn, args, {})
-    call = abstract_arguments.move_arguments(args, {}, names, strategy, twin)
+    call = abstract_arguments.move_arguments(fn, args, {}, strategy, twin)
     return plan_builder.lower(twin, fn, call, None, {}, lambda *_: None)
 
 

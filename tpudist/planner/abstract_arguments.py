@@ -6,7 +6,7 @@ objects of the user do not change.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,9 +18,10 @@ from tpudist.context.strategy_base import StrategyBase
 from tpudist.input.transfer.to_devices import part_spec
 from tpudist.lowering import placement
 from tpudist.lowering.abstract_placement import array_on, sharding_on
-from tpudist.run.arguments import argument_checks, call_arguments, flattener
+from tpudist.run.arguments import argument_checks, call_arguments, call_description, flattener
 from tpudist.state import nnx_binding, nnx_contents
 from tpudist.values.per_replica import PerReplica
+from tpudist.xla import descriptions
 from tpudist.xla.mesh import ReplicaMesh
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
@@ -107,16 +108,13 @@ class TwinArguments:
 
 
 def move_arguments(
+    fn: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],
-    names: Sequence[str],
     strategy: StrategyBase,
     twin: StrategyBase,
-    function_name: str = "fn",
 ) -> TwinArguments:
     """Returns the arguments of a call of `strategy.run` for a call of its twin.
-
-    `names` has the name of each flat argument; see `call_description.names_of_leaves`.
 
     Raises:
         TypeError: If an array has a dtype that devices do not support, or is in an object that JAX
@@ -127,7 +125,9 @@ def move_arguments(
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=flattener.is_leaf)
     # Checked before anything moves: an argument that `run` rejects raises the same error in a plan.
     checked = [x for x in leaves if not isinstance(x, GlobalBatch | PerReplica)]
-    argument_checks.check_leaves(checked, call_arguments.Kinds.of(checked), None, 1, function_name)
+    kinds = call_arguments.Kinds.of(checked)
+    argument_checks.check_leaves(checked, kinds, None, 1, descriptions.name_of(fn))
+    names = call_description.names_of_leaves(fn, args, kwargs)
     mover = _Mover(strategy, twin)
     moved = [mover.move(x, name) for x, name in zip(leaves, names, strict=True)]
     # After all leaves: objects stay in the list until now, because they may share Variables, and

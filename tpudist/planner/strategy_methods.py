@@ -16,9 +16,8 @@ from tpudist.planner.abstract_arguments import TwinArguments, move_arguments
 from tpudist.planner.calibration import Calibration, read_calibration
 from tpudist.planner.plan_record import Plan
 from tpudist.planner.show.progress import Progress, show_progress, silent_progress
-from tpudist.run.arguments import call_description
 from tpudist.run.frame.trace_requests import MakesVariables
-from tpudist.xla import descriptions, topology, traces
+from tpudist.xla import topology, traces
 from tpudist.xla.compiler import compiler_process
 from tpudist.xla.hardware import slices
 from tpudist.xla.mesh import REPLICA_AXIS, ReplicaMesh, make_mesh
@@ -252,10 +251,7 @@ class PlanMethods(StrategyBase):
                 f"positional args must be a list or tuple, got {type(args).__name__}. For one "
                 f"argument write args=(value,)."
             )
-        args, kwargs = tuple(args), dict(kwargs or {})
-        names = call_description.names_of_leaves(fn, args, kwargs)
-        name = descriptions.name_of(fn)
-        return move_arguments(args, kwargs, names, self, twin, name)
+        return move_arguments(fn, tuple(args), dict(kwargs or {}), self, twin)
 
     def _twin(self, name: str | None) -> Any:
         """Returns this strategy on the devices of a slice, for the duration of a plan."""
