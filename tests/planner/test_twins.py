@@ -7,7 +7,6 @@ collectives and memory agree within 1 %. docs/planning.md lists where two such p
 import functools
 
 import equinox as eqx
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,12 +111,6 @@ def of_pmap():
     step = jax.pmap(make_step(pytree_loss, axis="i"), axis_name="i", donate_argnums=(0, 1))
     plain = planner.plan(step, each(params), each(opt), part(X), part(Y), topology=SLICE)
     return plain, plan_twin(pytree_loss, params)
-
-
-def of_haiku():
-    net = hk.transform(lambda x: hk.nets.MLP([512, 128])(x))
-    params = jax.eval_shape(net.init, jax.random.key(0), X)
-    return plan_pair(lambda p, x, y: mean_loss(net.apply(p, None, x), y), params)
 
 
 def of_equinox():
@@ -353,7 +346,6 @@ def figures(plan):
         of_accumulated_gradients,
         of_shard_map,
         of_pmap,
-        of_haiku,
         of_equinox,
         of_nnx,
         of_linen_with_batch_normalization,

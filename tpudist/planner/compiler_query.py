@@ -109,9 +109,7 @@ def ask_compiler(
     early_key = key_of({"without code": key})
 
     def ask(complete: bool) -> tuple[Entry, bool]:
-        kept = answers.get(key)
-        if kept is None and not complete:
-            kept = answers.get(early_key)
+        kept = answers.get(key) or (None if complete else answers.get(early_key))
         if kept is not None:
             return kept, True
         entry = _compile(lowered, mesh, compiler_options, lines_hash, report, with_code=complete)
