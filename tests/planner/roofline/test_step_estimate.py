@@ -124,6 +124,26 @@ def convolve(x, w):
     )
 
 
+def test_gradients_of_two_uses_are_added_before_their_sum_over_replicas():
+    def step(x, w):
+        return jax.grad(lambda w: (x @ w @ w.T).astype(jnp.float32).mean())(w)
+
+    inputs = ((ROWS, WIDTH), (("data",), ())), ((WIDTH, WIDTH), ((), ()))
+    devices = network(data=8)
+    traced = program(step, *inputs, replaced=(1,))
+    found = estimate(dataclasses.replace(traced, stands_in=True), devices)
+    once = devices.seconds("all-reduce", 2.0 * WIDTH * WIDTH, frozenset(["data"]))
+    assert found.waits_s == pytest.approx(once, rel=0.01)
+
+
+def test_devices_add_up_a_product_if_one_operand_is_split_along_the_sum():
+    inputs = ((ROWS, WIDTH), ((), ("tensor",))), ((WIDTH, 4 * WIDTH), ((), ()))
+    devices = network(tensor=8)
+    found = estimate(program(multiply, *inputs, replaced=(None,)), devices)
+    summed = devices.seconds("all-reduce", 2.0 * ROWS * 4 * WIDTH, frozenset(["tensor"]))
+    assert found.waits_s == pytest.approx(summed, rel=0.01)
+
+
 @pytest.mark.parametrize(("images", "ratio"), [(32, 1), (128, 2)])
 def test_channels_or_images_of_a_convolution_fill_their_tiles(images, ratio):
     rows = (8 * images, 64, 64)

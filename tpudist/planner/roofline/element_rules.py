@@ -39,7 +39,9 @@ class ElementRules(WalkState):
     def elementwise(self, operation: Operation) -> list[Value]:
         """Applies an operation that computes each element from those at the same place."""
         arrays = self.arrays(operation)
-        waits = self.depth > 0 or len(operation.inputs) == 1
+        addends = [self.value(i).partial & self.lazy for i in operation.inputs]
+        adds = operation.name in ("add", "add_any") and addends[0] == addends[-1]
+        waits = self.depth > 0 or len(operation.inputs) == 1 or adds
         values = self.operands(operation, keep_lazy=waits and operation.name in _LINEAR)
         pending = [v.partial - self.lazy for v in values]
         if any(x != pending[0] for x in pending):

@@ -238,11 +238,13 @@ class ProductRules(ElementRules):
                 larger = mine if rank_left >= rank_right else other
                 chosen = kept[0] if kept and (kept[0] == request or len(kept) == 1) else larger
             elif len(options) == 1 and options[0][2] is None:
-                # Each device adds up its part, or one operand is gathered: what moves less.
+                # Each device adds up its part, because XLA splits the other operand, too. Only if
+                # the result should be split, one operand may be gathered: what moves less.
                 owner = left if mine is not None else right
                 parts = math.prod(num_parts(x, self.sizes) for x in wanted or ()) or 1
                 result = math.prod(array.shape) * array.item_bytes / parts
-                if not is_summed and self._whole(owner, name) < 2 * result:
+                is_less = request is not None and self._whole(owner, name) < 2 * result
+                if is_less and not is_summed:
                     chosen = request
             if chosen is not None and self._divides(name, chosen, left, right, split[chosen]):
                 split[chosen].append(name)
