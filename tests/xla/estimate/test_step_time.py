@@ -317,8 +317,7 @@ def test_a_transposed_copy_takes_its_bytes_or_the_bundles_that_move_them(dims, c
     assert price.seconds == pytest.approx(seconds + 2 * instruction_time.COPYING_STEP_S, rel=0.01)
 
 
-def test_a_window_takes_its_operations_on_the_vector_units():
-    """XLA has 2,866 cycles for this part of a cumulative sum, and the machine program 755,712."""
+def _window_program(window, cycles=0):
     layout = "{0,1,2:T(8,128)S(1)}"
     add = """%sum (x: f32[], y: f32[]) -> f32[] {
   %x = f32[] parameter(0)
@@ -327,17 +326,35 @@ def test_a_window_takes_its_operations_on_the_vector_units():
 }
 
 """
-    module = hlo_programs.program(
+    return hlo_programs.program(
         f"%a = f32[2048,16,128]{layout} parameter(0)",
         "%zero = f32[] constant(0)",
         f"%c = f32[2048,16,128]{layout} reduce-window(%a, %zero), "
-        "window={size=1x1x128 pad=0_0x0_0x127_0}, to_apply=%sum, "
-        'backend_config={"estimated_cycles":"2866"}',
+        f"window={{{window}}}, to_apply=%sum, "
+        f'backend_config={{"estimated_cycles":"{cycles}"}}',
         computations=add,
     )
-    price = price_of_last(module)
+
+
+def test_a_window_takes_its_operations_on_the_vector_units():
+    """XLA has 2,866 cycles for this part of a cumulative sum, and the machine program 755,712."""
+    price = price_of_last(_window_program("size=1x1x128 pad=0_0x0_0x127_0", 2866))
     least_s = 2048 * 16 * 128 * 128 / (4 * 1024) / V5E.cycles_per_s
     assert least_s < price.seconds < 2 * least_s
+
+
+@pytest.mark.parametrize(
+    ("window", "operations"),
+    [
+        ("size=1x1x255 pad=0_0x0_0x127_127", 1),
+        ("size=1x1x255 pad=0_0x0_0x126_128", 255),  # the last window lacks the first number
+        ("size=1x1x255 stride=1x1x2 pad=0_0x0_0x127_254", 255),  # most windows are not complete
+    ],
+)
+def test_windows_of_complete_rows_add_each_number_once(window, operations):
+    """So XLA writes the sum of a row for each of its numbers, in a softmax for example."""
+    module = _window_program(window)
+    assert vector_work.count(module, hlo_programs.last(module)) == operations * 2048 * 16 * 128
 
 
 def _conditional(**choices):

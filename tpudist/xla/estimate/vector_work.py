@@ -25,7 +25,8 @@ _ELEMENTWISE = frozenset(
     " round-nearest-afz round-nearest-even rsqrt select shift-left shift-right-arithmetic"
     " shift-right-logical sign sine sqrt subtract tan tanh xor".split()
 )
-_WINDOW_SIZE = re.compile(r"\bwindow=\{size=([\dx]+)")
+_WINDOW = re.compile(r"\bwindow=\{size=([\dx]+)([^}]*)\}")
+_PADS_ONLY = re.compile(r" pad=([\dx_]+)")  # neither strides nor dilations
 _COMBINE = re.compile(r"\bto_apply=%?([\w.-]+)")
 # Custom calls that split complex numbers into two arrays, or join them.
 _COMPLEX = ('="X64Combine"', '="X64SplitHigh"', '="X64SplitLow"')
@@ -55,14 +56,23 @@ def _window_operations(module: Module, instruction: Instruction) -> int:
     They are a lower bound: machine programs for v5e of cumulative sums, maxima and `logaddexp` of
     128 numbers take up to 6 times as long, and that of a max pool of 3 x 3 takes 0.9 times.
     """
-    window = _WINDOW_SIZE.search(instruction.attributes)
+    window = _WINDOW.search(instruction.attributes)
     combine = _COMBINE.search(instruction.attributes)
     if window is None or combine is None:
         return 0
     parts = module.computations[combine[1]].instructions.values()
     combines = max(1, sum(part.opcode in _ELEMENTWISE for part in parts))
-    num_numbers = math.prod(int(size) for size in window[1].split("x"))
-    return combines * num_numbers * sum(map(_elements_in_tiles, instruction.arrays))
+    sizes = [int(size) for size in window[1].split("x")]
+    if pads := _PADS_ONLY.fullmatch(window[2]):
+        # XLA writes the sum of a row that it needs for each number of the row, such as in a
+        # softmax, as windows that all contain the complete row. Each number is added once.
+        starts = [int(pad.partition("_")[0]) for pad in pads[1].split("x")]
+        dims = module.operands_of(instruction)[0].arrays[0].dims, instruction.arrays[0].dims
+        sizes = [
+            1 if start >= result - 1 and size - start >= dim else size
+            for size, start, dim, result in zip(sizes, starts, *dims, strict=True)
+        ]
+    return combines * math.prod(sizes) * sum(map(_elements_in_tiles, instruction.arrays))
 
 
 def is_plain_copy(module: Module, instruction: Instruction) -> bool:
