@@ -261,6 +261,23 @@ def test_the_larger_operand_of_a_lookup_decides_its_sharding(num_ids, is_summed)
     assert (estimate(program(step, *inputs), devices).waits_s >= summed) == is_summed
 
 
+def test_the_gradient_of_split_logits_is_split_where_the_label_is_read():
+    """It is a scatter into zeros, which has the size of all logits if nothing splits it."""
+
+    def step(x, w, ids):
+        def loss(w):
+            logits = x @ w
+            own = jnp.take_along_axis(logits, ids.astype(jnp.int32)[:, None], axis=1)[:, 0]
+            return (jax.nn.logsumexp(logits, axis=1) - own).sum()
+
+        return jax.grad(loss)(w)
+
+    vocabulary, split = 64 * 1024, ("tensor",)
+    inputs = ((ROWS, 256), ((), ())), ((256, vocabulary), ((), split)), ((ROWS,), ((),))
+    found = estimate(program(step, *inputs), network(tensor=8))
+    assert found.peak_bytes < 4 * 2 * ROWS * vocabulary / 8
+
+
 def test_a_manual_gather_has_the_sizes_of_the_devices():
     """A trace for all layouts has two devices along each axis."""
     devices = network(fsdp=8)

@@ -247,6 +247,8 @@ class ElementRules(WalkState):
         """
         value, places, update = (self.value(i) for i in operation.inputs)
         whole, _, updates = (self.block.arrays[i].shape for i in operation.inputs)
+        if not value.reads and not any(value.axes):  # zeros, for example
+            value = self.reshard(value, self._axes_of_addend(operation.outputs[0]))
         numbers = operation.eqn.params["dimension_numbers"]
         single = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
         dims = [i for i in range(len(whole)) if i not in single]
@@ -274,6 +276,18 @@ class ElementRules(WalkState):
             target[own] = axes[dim] if updates[own] == whole[dim] else ()
         partial = {name for i in batch for name in target[i]} - taken
         return self.reshard(value, tuple(axes)), self.reshard(update, tuple(target)), partial
+
+    def _axes_of_addend(self, number: int) -> Axes:
+        """Returns the axes of the value that another one is added to, if it exists by then.
+
+        The gradient of logits is an example: XLA splits that of the label's logit as the others.
+        """
+        if number in self.block.added:
+            add = next(x for x in self.block.operations if number in x.inputs)
+            for other in add.inputs:
+                if other != number and (value := self.values[other]) is not None:
+                    return value.axes
+        return unsplit(len(self.block.arrays[number].shape))
 
     def _memory_kind(self, operation: Operation) -> list[Value]:
         results = []
