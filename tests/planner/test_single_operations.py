@@ -111,6 +111,11 @@ def _attend(q, k, v):
     return jnp.einsum("bhs,bshd->bhd", scores, v)
 
 
+def _attention_gradients(*qkv):
+    out, gradients = jax.vjp(functools.partial(jax.nn.dot_product_attention, is_causal=True), *qkv)
+    return gradients(out)
+
+
 def _loss(w, x, labels):
     logs = jax.nn.log_softmax((x @ w).astype(F32))
     return -jnp.take_along_axis(logs, labels[:, None], 1).mean()
@@ -302,8 +307,13 @@ OPERATIONS = {
         (_of(256, 32768, dtype=BF16), _of(512, 256, dtype=BF16), _of(512, dtype=I32)),
     ),
     "attention of one token": (_attend, (_of(8, 8, 128, dtype=BF16), CACHE, CACHE)),
+    "attention with gradients": (_attention_gradients, (_of(4, 1024, 8, 128, dtype=BF16),) * 3),
     "host offload": (lambda x: jax.device_put(x * 2, jax.memory.Space.Host), (SQUARE,), 0),
 }
+
+
+# They take little more than their bytes, or their products.
+SIMPLE = ("softmax", "normalization", "attention of one token", "attention with gradients")
 
 
 @functools.cache
@@ -326,6 +336,8 @@ def test_a_single_operation_keeps_the_limits(name):
     assert 0 <= plan.mfu <= 1  # of the peak of the product's own type
     assert time.step_s > 0
     assert time.low_s <= time.step_s <= time.high_s
+    if name in SIMPLE:
+        assert time.step_s < 1.5 * max(time.memory_bound_s, time.peak_bound_s) + 20e-6
 
 
 @pytest.mark.parametrize(
