@@ -20,6 +20,7 @@ import pytest
 
 import resume_program
 from processes import start_processes
+from tpudist.processes.exit_codes import EXIT_PEER_LOST
 
 PROGRAM = Path(resume_program.__file__)
 NUM_STEPS = 40
@@ -113,7 +114,9 @@ def run_and_kill(folder: Path, mesh: str, dropout: str, moment: str, rng: random
         first = rng.randrange(num_processes)
         for index in (first, *(i for i in range(num_processes) if i != first)):
             running.signal(index, signal.SIGKILL)  # the others a moment later, as a supervisor does
-        ended = running.wait(exit_codes=(KILLED, 0, -signal.SIGABRT))
+        # The others may have noticed the first kill, and ended by themselves.
+        codes = (KILLED, EXIT_PEER_LOST, 0, -signal.SIGABRT)
+        ended = running.wait(exit_codes=codes)
     return any(process.exit_code == KILLED for process in ended)
 
 
